@@ -1,0 +1,3 @@
+"""Tree-based speculative inference (SpecInfer) for stock vLLM."""
+
+__version__ = "0.1.0"
