@@ -1,0 +1,48 @@
+"""Tiny random model folders; most checks need no more than config.json."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> str:
+    """Write a folder that holds config.json only."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def tiny_llama(tmp_path: Path, name: str = "llama", **overrides: Any) -> str:
+    """Write a two-layer Llama config and return its folder."""
+    return write_model(tmp_path / name, LLAMA | overrides)
+
+
+@pytest.fixture
+def make_llama(tmp_path: Path) -> Callable[..., str]:
+    """``make_llama("name", vocab_size=...)`` writes a folder below tmp_path."""
+    return lambda name="llama", **overrides: tiny_llama(tmp_path, name, **overrides)

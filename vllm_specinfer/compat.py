@@ -1,0 +1,55 @@
+"""Which vLLM this package works with, and the names it relies on."""
+
+import importlib
+import re
+
+SUPPORTED = ("0.32", "0.33")
+
+# Every vLLM name that the package replaces, subclasses or calls, as module:attribute.
+REQUIRED = (
+    "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+    "vllm.config.speculative:SpeculativeConfig.create_draft_parallel_config",
+    "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
+    "vllm.config.speculative:SpeculativeConfig.uses_draft_model",
+    "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+    "vllm.config.vllm:HAS_TRITON",
+    "vllm.config.vllm:VllmConfig.use_v2_model_runner",
+    "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+    "vllm.triton_utils.dispatcher:register_kernels",
+    "vllm.v1.attention.backends.registry:register_backend",
+)
+
+
+def unsupported_reason() -> str | None:
+    """Why the installed vLLM cannot run specinfer.
+
+    Returns:
+        One sentence that names what is installed and what is supported, or None.
+    """
+    import vllm
+
+    version = vllm.__version__
+    match = re.match(r"(\d+\.\d+)\.", version)
+    if match is None or match.group(1) not in SUPPORTED:
+        supported = " or ".join(f"{release}.x" for release in SUPPORTED)
+        return f"vLLM must be {supported} for method specinfer; got {version}"
+    for name in REQUIRED:
+        if not _exists(name):
+            return (
+                f"vLLM must have {name.replace(':', '.')} for method specinfer; got "
+                f"{version} without it"
+            )
+    return None
+
+
+def _exists(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        value = importlib.import_module(module)
+    except ImportError:
+        return False
+    for attribute in path.split("."):
+        if not hasattr(value, attribute):
+            return False
+        value = getattr(value, attribute)
+    return True

@@ -1,0 +1,213 @@
+"""The speculative config that vLLM carries for method specinfer.
+
+Unpickled in engine and worker processes before any plugin is loaded there, so this
+module needs vLLM but no hook.
+"""
+
+from typing import Any
+
+from pydantic import SkipValidation
+from vllm.config import ModelConfig, ParallelConfig
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_specinfer.options import (
+    DEFAULT_MAX_DEPTH,
+    DEFAULT_MAX_WIDTH,
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    BestFirstTree,
+    ExpansionTree,
+    SpecInferOptions,
+    SSMSource,
+    Tree,
+    parse_options,
+)
+
+__all__ = [
+    "CPU_WORKER",
+    "DEFAULT_MAX_DEPTH",
+    "DEFAULT_MAX_WIDTH",
+    "DEFAULT_NUM_SPECULATIVE_TOKENS",
+    "GPU_WORKER",
+    "BestFirstTree",
+    "ExpansionTree",
+    "SSMSource",
+    "SpecInferConfig",
+    "SpecInferOptions",
+    "Tree",
+    "build_ssm_model_config",
+    "parse_options",
+    "worker_cls",
+]
+
+logger = init_logger(__name__)
+
+CPU_WORKER = "vllm_specinfer.worker.SpecInferCPUWorker"
+GPU_WORKER = "vllm_specinfer.worker.SpecInferGPUWorker"
+
+
+def worker_cls() -> str:
+    """Path of the worker class for the current platform."""
+    return CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+
+
+@config
+class SpecInferConfig(SpeculativeConfig):
+    """A ``SpeculativeConfig`` whose drafts form a tree.
+
+    vLLM sees method "draft_model" with N drafts: it then reserves N lookahead slots,
+    keeps asynchronous scheduling and checks the vocabularies. The class is what marks
+    specinfer. Build it with ``create``.
+    """
+
+    method: str | None = "draft_model"
+    """Always "draft_model": another string switches features off inside vLLM."""
+    options: SkipValidation[SpecInferOptions] = None  # type: ignore[assignment]
+    """What the user asked for, defaults filled in."""
+    ssm_model_configs: SkipValidation[tuple[ModelConfig, ...]] = ()
+    """One model config per SSM, in the order of ``sources``."""
+
+    @classmethod
+    def create(
+        cls,
+        options: SpecInferOptions,
+        target_model_config: ModelConfig,
+        target_parallel_config: ParallelConfig,
+    ) -> "SpecInferConfig":
+        """Load the SSMs' configs and build the config for one target.
+
+        Args:
+            options: Parsed user options.
+            target_model_config: The target's model config.
+            target_parallel_config: The target's parallel config; its worker_cls is
+                set.
+
+        Returns:
+            The config.
+        """
+        return cls(
+            options=options,
+            num_speculative_tokens=options.num_speculative_tokens,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+            ssm_model_configs=tuple(
+                build_ssm_model_config(source, target_model_config)
+                for source in options.sources
+            ),
+        )
+
+    def __post_init__(self) -> None:
+        # The parent's version guesses the method from the SSM's path ("eagle-...",
+        # "dspark") and rewrites MTP-capable configs, so it must not run. Every line
+        # below may run again: vLLM's replace() repeats it on a finished config.
+        if self.options is None or not self.ssm_model_configs:
+            raise ValueError(
+                "SpecInferConfig must be built with SpecInferConfig.create"
+            )
+        self.method = "draft_model"
+        self.model = self.options.sources[0].model
+        self.revision = self.options.sources[0].revision
+        self.quantization = self.options.sources[0].quantization
+        self.draft_model_config = self.ssm_model_configs[0]
+        self.draft_tensor_parallel_size = (
+            self.target_parallel_config.tensor_parallel_size
+        )
+        if self.draft_parallel_config is None:
+            self.draft_parallel_config = self.create_draft_parallel_config(
+                self.target_parallel_config,
+                self.draft_tensor_parallel_size,
+                draft_model_config=self.draft_model_config,
+            )
+        self.target_parallel_config.worker_cls = worker_cls()
+
+    @property
+    def tree(self) -> Tree:
+        """The tree's limits."""
+        return self.options.tree
+
+    @property
+    def sources(self) -> tuple[SSMSource, ...]:
+        """What proposes trees."""
+        return self.options.sources
+
+    @property
+    def verification(self) -> str:
+        """The verification rule."""
+        return self.options.verification
+
+    @property
+    def scheduler(self) -> str:
+        """The budget policy."""
+        return self.options.scheduler
+
+    @property
+    def max_level_width(self) -> int:
+        """Nodes of the widest level (W)."""
+        return self.options.max_level_width
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Input slots per request that drafting needs beyond the scheduled tokens.
+
+        The scheduler takes this many of max_num_batched_tokens from every request:
+        one for the bonus token of the catch-up pass, W so that a level fits.
+        """
+        return self.max_level_width + 1
+
+    def __repr__(self) -> str:
+        return (
+            f"SpecInferConfig(sources={self.sources}, tree={self.tree}, "
+            f"num_speculative_tokens={self.num_speculative_tokens}, "
+            f"verification={self.verification!r}, scheduler={self.scheduler!r})"
+        )
+
+
+def build_ssm_model_config(
+    source: SSMSource, target_model_config: ModelConfig
+) -> ModelConfig:
+    """Build an SSM's model config, with the target's tokenizer, dtype and length.
+
+    Args:
+        source: The SSM.
+        target_model_config: The target's model config.
+
+    Returns:
+        The SSM's model config.
+
+    Raises:
+        ValueError: The SSM cannot be read or is shorter than the target.
+    """
+    target = target_model_config
+    overrides: Any = target.hf_overrides if callable(target.hf_overrides) else {}
+    try:
+        ssm = ModelConfig(
+            model=source.model,
+            runner="draft",
+            tokenizer=target.tokenizer,
+            tokenizer_mode=target.tokenizer_mode,
+            tokenizer_revision=target.tokenizer_revision,
+            trust_remote_code=target.trust_remote_code,
+            dtype=target.dtype,
+            seed=target.seed,
+            revision=source.revision,
+            quantization=source.quantization,
+            spec_target_max_model_len=target.max_model_len,
+            enforce_eager=target.enforce_eager,
+            max_logprobs=target.max_logprobs,
+            hf_overrides=overrides,
+            config_format=target.config_format,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model must be an SSM that vLLM can load; got {source.model!r}: {error}"
+        ) from error
+    if ssm.max_model_len < target.max_model_len:
+        raise ValueError(
+            f"max_model_len must be at most the {ssm.max_model_len} positions of the "
+            f"SSM {source.model!r}; got {target.max_model_len}"
+        )
+    # The SSM sees exactly the target's positions, never more, so the limits agree.
+    ssm.max_model_len = target.max_model_len
+    return ssm

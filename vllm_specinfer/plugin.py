@@ -1,0 +1,20 @@
+"""Entry point of vLLM's general plugins.
+
+vLLM calls ``register`` in every process, before engine arguments become a config.
+"""
+
+import os
+
+DISABLE_ENV = "VLLM_SPECINFER_DISABLE"
+
+
+def register() -> None:
+    """Teach vLLM the method "specinfer"; nothing else changes.
+
+    Does nothing where ``VLLM_SPECINFER_DISABLE=1``. May be called again.
+    """
+    if os.environ.get(DISABLE_ENV, "0") not in ("", "0"):
+        return
+    from vllm_specinfer.hooks import speculative_config
+
+    speculative_config.install()
