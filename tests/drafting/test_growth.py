@@ -1,0 +1,133 @@
+"""Grown trees are the N likeliest nodes of what the SSM proposed."""
+
+import numpy as np
+import pytest
+
+from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+
+VOCAB = 11
+PLENTY = np.array([1000])
+
+
+def ssm(path, seed=0):
+    """Log-probabilities of a toy SSM that depends on the whole path."""
+    rng = np.random.default_rng([seed, len(path), *path])
+    logits = rng.normal(size=VOCAB) * 2
+    return logits - np.log(np.exp(logits).sum())
+
+
+def top(logprobs, k):
+    order = np.argsort(-logprobs, kind="stable")[:k]
+    return logprobs[order], order
+
+
+def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
+    """Run the level loop; returns the trees and the frontiers as lists of paths."""
+    r = len(seeds)
+    growth = TreeGrowth(
+        tree,
+        num_nodes,
+        np.full(r, 1000) if capacity is None else capacity,
+        np.full(r, 1000) if max_depth is None else max_depth,
+    )
+    paths = [[] for _ in seeds]
+    requests = list(range(r))
+    by_scratch = [{} for _ in seeds]
+    levels = []
+    while True:
+        found = [
+            top(ssm(path, seeds[q]), growth.num_children)
+            for q, path in zip(requests, paths, strict=True)
+        ]
+        logprobs = np.array([f[0] for f in found], np.float32)
+        frontier = growth.extend(logprobs, np.array([f[1] for f in found]))
+        if frontier is None:
+            break
+        requests = frontier.requests.tolist()
+        assert requests == sorted(requests)
+        # The scratch slots a node sees must spell its own path.
+        paths = []
+        for q, token, slot, bits in zip(
+            requests,
+            frontier.tokens,
+            frontier.scratch,
+            frontier.ancestor_bits,
+            strict=True,
+        ):
+            by_scratch[q][int(slot)] = int(token)
+            seen = [
+                w * 64 + b
+                for w, word in enumerate(bits.view(np.uint64))
+                for b in range(64)
+                if int(word) >> b & 1
+            ]
+            assert seen[-1] == slot
+            paths.append([by_scratch[q][s] for s in seen])
+            assert len(paths[-1]) == frontier.depth
+        levels.append([(q, tuple(p)) for q, p in zip(requests, paths, strict=True)])
+    tokens, parents = growth.finish()
+    trees = [TokenTree(t, p) for t, p in zip(tokens, parents, strict=True)]
+    return trees, levels
+
+
+def logprob_of(path, seed):
+    return sum(ssm(path[:i], seed)[t] for i, t in enumerate(path))
+
+
+def all_candidates(max_depth, width, seed):
+    """Every path of top-`width` children, by brute force."""
+    frontier, found = [[]], []
+    for _ in range(max_depth):
+        frontier = [[*p, int(t)] for p in frontier for t in top(ssm(p, seed), width)[1]]
+        found += frontier
+    return found
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3, 8, 12])
+@pytest.mark.parametrize("seed", range(5))
+def test_best_first_keeps_the_likeliest_nodes_of_the_full_search(num_nodes, seed):
+    width, depth = 12, 4  # as wide as N: the width limit never binds
+    (tree,), _ = grow(BestFirstTree(depth, width), num_nodes, (seed,))
+    tree.check_integrity()
+    paths = all_candidates(depth, min(VOCAB, width), seed)
+    best = sorted(paths, key=lambda p: -logprob_of(p, seed))[:num_nodes]
+    assert [tree.path(i) for i in range(num_nodes)] == best
+
+
+def test_expansion_has_the_papers_level_sizes():
+    (tree,), levels = grow(ExpansionTree((1, 1, 3, 1, 1, 1, 1, 1)), 20)
+    tree.check_integrity()
+    assert np.bincount(tree.depths).tolist() == [0, 1, 1, 3, 3, 3, 3, 3, 3]
+    assert [len(level) for level in levels] == [1, 1, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "shape, num_nodes",
+    [(ExpansionTree((2, 2, 1)), 10), (BestFirstTree(4, 3), 9)],
+)
+def test_requests_grow_independently_of_their_batch(shape, num_nodes):
+    seeds = (3, 1, 4)
+    together, _ = grow(shape, num_nodes, seeds)
+    for tree, seed in zip(together, seeds, strict=True):
+        (alone,), _ = grow(shape, num_nodes, (seed,))
+        assert (tree.tokens == alone.tokens).all()
+        assert (tree.parents == alone.parents).all()
+
+
+def test_full_scratch_and_last_positions_stop_expansion_not_the_tree():
+    shape = BestFirstTree(4, 3)
+    trees, levels = grow(
+        shape, 9, (3, 1, 4), np.array([0, 2, 1000]), np.array([9, 9, 1])
+    )
+    expanded = [path for level in levels for path in level]
+    assert not [p for q, p in expanded if q == 0]
+    assert len([p for q, p in expanded if q == 1]) == 2
+    assert {len(p) for q, p in expanded if q == 2} == {1}
+    for tree in trees:
+        assert len(tree) == 9
+    # Whatever could not be found is a root child with token 0.
+    assert trees[0].depths.tolist() == [1] * 9
+    assert trees[0].parents.tolist() == [ROOT] * 9
+    assert trees[2].depths.max() == 2

@@ -1,0 +1,181 @@
+"""Growing the trees of a batch level by level.
+
+Dimension legend: R requests, C candidate nodes per request, F frontier nodes of one
+level over all requests, K children proposed per frontier node, N nodes of a tree,
+W 64-bit words per bit row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specinfer.options import BestFirstTree, Tree
+from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Nodes whose children come next; one SSM pass runs them all.
+
+    Attributes:
+        requests: [F] index of the request, ascending.
+        tokens: [F] int64.
+        depth: Depth of all of them; the root's children have depth 1.
+        scratch: [F] where the node's K/V goes: slots after the request's last token.
+        ancestor_bits: [F, W] int64, the scratch slots each node sees.
+    """
+
+    requests: np.ndarray
+    tokens: np.ndarray
+    depth: int
+    scratch: np.ndarray
+    ancestor_bits: np.ndarray
+
+
+class TreeGrowth:
+    """Candidates of R trees, from the root's children to the finished node list.
+
+    A best-first tree expands, at each level, the `max_width` likeliest new nodes that
+    are among the N likeliest so far; a node outside can never come back, because a
+    child is no likelier than its parent. An expansion tree expands everything.
+    Both keep the N nodes of highest path probability, which with ties broken by age
+    is a topological and prefix-closed order.
+    """
+
+    def __init__(
+        self, tree: Tree, num_nodes: int, capacity: np.ndarray, max_depth: np.ndarray
+    ) -> None:
+        """Start R empty trees.
+
+        Args:
+            tree: Their shape.
+            num_nodes: Nodes to keep per tree (N).
+            capacity: [R] scratch slots available per request.
+            max_depth: [R] deepest node whose K/V may be written.
+        """
+        num_reqs = len(capacity)
+        self._best_first = isinstance(tree, BestFirstTree)
+        self._tree = tree
+        self._num_nodes = num_nodes
+        self._capacity = capacity
+        self._max_depth = max_depth
+        self._depth = 0
+        # Candidates so far: [R, C] each, -inf where a column is no node.
+        self._tokens = np.zeros((num_reqs, 0), np.int64)
+        self._parents = np.zeros((num_reqs, 0), np.int32)
+        self._logprobs = np.zeros((num_reqs, 0), np.float32)
+        self._words = num_words(self._max_scratch())
+        # The frontier: [R, F'] columns of candidates; the root to begin with.
+        self._columns = np.full((num_reqs, 1), ROOT, np.int32)
+        self._mask = np.ones((num_reqs, 1), bool)
+        self._base = np.zeros((num_reqs, 1), np.float32)
+        self._bits = np.zeros((num_reqs, 1, self._words), np.uint64)
+        self._used = np.zeros(num_reqs, np.int32)
+
+    @property
+    def num_children(self) -> int:
+        """Children wanted for each frontier node now (K)."""
+        if self._best_first:
+            return min(self._tree.max_width, self._num_nodes)
+        return self._tree.widths[self._depth]
+
+    def extend(self, logprobs: np.ndarray, tokens: np.ndarray) -> Frontier | None:
+        """Add the frontier's children and choose the next frontier.
+
+        Args:
+            logprobs: [F, K] log-probability of each child given its parent's path.
+            tokens: [F, K] int64, distinct within a row.
+
+        Returns:
+            The nodes to run next, or None when the trees are done.
+        """
+        num_reqs, width = self._mask.shape
+        num_new = width * logprobs.shape[1]
+        first = self._tokens.shape[1]
+        new_logprobs = np.full((num_reqs, width, logprobs.shape[1]), -np.inf)
+        new_logprobs[self._mask] = logprobs + self._base[self._mask][:, None]
+        new_logprobs = new_logprobs.astype(np.float32).reshape(num_reqs, num_new)
+        new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
+        new_tokens[self._mask] = tokens
+        new_parents = np.repeat(self._columns, logprobs.shape[1], axis=1)
+        self._tokens = np.hstack([self._tokens, new_tokens.reshape(num_reqs, num_new)])
+        self._parents = np.hstack([self._parents, new_parents])
+        self._logprobs = np.hstack([self._logprobs, new_logprobs])
+        self._depth += 1
+        if self._depth >= self._tree.max_depth:
+            return None
+        return self._advance(first, new_logprobs, logprobs.shape[1])
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """The finished trees.
+
+        Returns:
+            tokens [R, N] int64 and parents [R, N] int32, likeliest nodes first. Where
+            a request found fewer than N nodes, the rest are children of the root with
+            token 0: a valid tree, only a useless one.
+        """
+        num_reqs, num_candidates = self._tokens.shape
+        rows = np.arange(num_reqs)[:, None]
+        order = np.argsort(-self._logprobs, axis=1, kind="stable")
+        rank = np.empty_like(order)
+        rank[rows, order] = np.arange(num_candidates)
+        order = order[:, : self._num_nodes]
+        tokens = self._tokens[rows, order]
+        old_parents = self._parents[rows, order]
+        parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
+        missing = ~np.isfinite(self._logprobs[rows, order])
+        tokens[missing], parents[missing] = 0, ROOT
+        pad = self._num_nodes - tokens.shape[1]
+        if pad > 0:
+            tokens = np.pad(tokens, ((0, 0), (0, pad)))
+            parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
+        return tokens, parents.astype(np.int32)
+
+    def _max_scratch(self) -> int:
+        level, total = 1, 0
+        for depth in range(self._tree.max_depth - 1):
+            if self._best_first:
+                level = min(self._tree.max_width, self._num_nodes)
+            else:
+                level *= self._tree.widths[depth]
+            total += level
+        return max(total, 1)
+
+    def _advance(
+        self, first: int, new_logprobs: np.ndarray, children: int
+    ) -> Frontier | None:
+        num_reqs, num_new = new_logprobs.shape
+        rows = np.arange(num_reqs)[:, None]
+        live = np.isfinite(new_logprobs)
+        if self._best_first:
+            if self._logprobs.shape[1] > self._num_nodes:
+                nth = -np.partition(-self._logprobs, self._num_nodes - 1, axis=1)
+                live &= new_logprobs >= nth[:, self._num_nodes - 1, None]
+            width = min(self._tree.max_width, num_new)
+            chosen = np.argsort(-new_logprobs, axis=1, kind="stable")[:, :width]
+        else:
+            chosen = np.broadcast_to(np.arange(num_new), (num_reqs, num_new))
+        mask = live[rows, chosen] & (self._depth <= self._max_depth)[:, None]
+        scratch = self._used[:, None] + np.cumsum(mask, axis=1) - 1
+        mask &= scratch < self._capacity[:, None]
+        if not mask.any():
+            return None
+        bits = self._bits[rows, chosen // children].copy()
+        where = scratch[mask]
+        own = np.zeros((len(where), self._words), np.uint64)
+        own[np.arange(len(where)), where // WORD_BITS] = np.uint64(1) << (
+            where % WORD_BITS
+        ).astype(np.uint64)
+        bits[mask] |= own
+        self._columns = (first + chosen).astype(np.int32)
+        self._mask = mask
+        self._base = new_logprobs[rows, chosen]
+        self._bits = bits
+        self._used = self._used + mask.sum(axis=1, dtype=np.int32)
+        return Frontier(
+            requests=np.nonzero(mask)[0],
+            tokens=self._tokens[rows, self._columns][mask],
+            depth=self._depth,
+            scratch=where,
+            ancestor_bits=bits[mask].view(np.int64),
+        )

@@ -1,0 +1,137 @@
+"""The live tree of every request slot, and what a verification step makes of them.
+
+Dimension legend: S request slots, N nodes per request without the root, W 64-bit
+words per bit row, R requests of a step, T flat query rows of a step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specinfer.tree.token_tree import ancestor_bits, node_depths, num_words
+
+NO_TREE = -1
+
+
+class TreeTable:
+    """Structure-of-arrays rows, one per request slot.
+
+    A slot's tree is live for exactly one verification: the step whose root sits at
+    `root_positions[slot]`. Everything else the scheduler may send as drafts
+    (placeholders, leftovers of a preempted request) finds no live tree.
+    """
+
+    def __init__(self, max_num_reqs: int, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        # [S, N] int32 / [S, N + 1] int32 / [S, N + 1, W] int64 / [S] int64
+        self.parents = np.zeros((max_num_reqs, num_nodes), np.int32)
+        self.depths = np.zeros((max_num_reqs, num_nodes + 1), np.int32)
+        words = num_words(num_nodes + 1)
+        self.bits = np.zeros((max_num_reqs, num_nodes + 1, words), np.int64)
+        self.root_positions = np.full(max_num_reqs, NO_TREE, np.int64)
+
+    def drop(self, slots: np.ndarray | int) -> None:
+        """Forget the trees of these slots."""
+        self.root_positions[slots] = NO_TREE
+
+    def write(
+        self, slots: np.ndarray, parents: np.ndarray, root_positions: np.ndarray
+    ) -> None:
+        """Store new trees.
+
+        Args:
+            slots: [R] request slots.
+            parents: [R, N] int32.
+            root_positions: [R] position of each root, the last verified token.
+        """
+        self.parents[slots] = parents
+        self.depths[slots] = node_depths(parents)
+        self.bits[slots] = ancestor_bits(parents)
+        self.root_positions[slots] = root_positions
+
+    def plan_step(
+        self,
+        slots: np.ndarray,
+        num_drafts: np.ndarray | None,
+        query_start_loc: np.ndarray,
+        num_computed: np.ndarray,
+    ) -> "StepPlan | None":
+        """Lay the live trees of a batch over its query rows.
+
+        Args:
+            slots: [R] request slots.
+            num_drafts: [R] scheduled nodes per request, a prefix of each tree.
+            query_start_loc: [R + 1] first flat row of each request.
+            num_computed: [R] tokens computed before this step.
+
+        Returns:
+            The plan, or None where no request has a live tree.
+        """
+        if num_drafts is None:
+            return None
+        query_lens = np.diff(query_start_loc[: len(slots) + 1])
+        is_tree = (
+            (num_drafts > 0)
+            & (query_lens == num_drafts + 1)
+            & (self.root_positions[slots] == num_computed)
+        )
+        if not is_tree.any():
+            return None
+        return StepPlan(
+            is_tree=is_tree,
+            slots=slots,
+            num_rows=np.where(is_tree, num_drafts + 1, 0),
+            query_start_loc=query_start_loc,
+            root_positions=num_computed,
+            table=self,
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which rows of one target step form trees.
+
+    Attributes:
+        is_tree: [R] bool.
+        slots: [R] request slots.
+        num_rows: [R] rows of the scheduled tree, the root included; 0 without tree.
+        query_start_loc: [R + 1] first flat row of each request.
+        root_positions: [R] position of the root, which is also the number of
+            committed positions before it.
+        table: Where the trees live.
+    """
+
+    is_tree: np.ndarray
+    slots: np.ndarray
+    num_rows: np.ndarray
+    query_start_loc: np.ndarray
+    root_positions: np.ndarray
+    table: TreeTable
+
+    @property
+    def all_tree(self) -> bool:
+        """Every request of the step has a live tree."""
+        return bool(self.is_tree.all())
+
+    def tree_requests(self) -> list[int]:
+        """Batch indices of the requests with a live tree."""
+        return np.flatnonzero(self.is_tree).tolist()
+
+    def fill_positions(self, positions: np.ndarray) -> None:
+        """Replace flat positions of tree rows by root position + depth, in place.
+
+        Args:
+            positions: [T] int64.
+        """
+        for i in self.tree_requests():
+            start, rows = self.query_start_loc[i], self.num_rows[i]
+            depths = self.table.depths[self.slots[i], :rows]
+            positions[start : start + rows] = self.root_positions[i] + depths
+
+    def ancestor_bits(self, num_rows: int) -> np.ndarray:
+        """[num_rows, W] int64 visibility of flat rows, zero outside trees."""
+        bits = np.zeros((num_rows, self.table.bits.shape[2]), np.int64)
+        for i in self.tree_requests():
+            start, rows = self.query_start_loc[i], self.num_rows[i]
+            bits[start : start + rows] = self.table.bits[self.slots[i], :rows]
+        return bits

@@ -1,0 +1,142 @@
+"""Token trees as flat arrays (SpecInfer, arXiv 2305.09781, section 3).
+
+Dimension legend: N nodes of one tree without its root, W 64-bit words per row.
+
+The root is the last verified token; it is implicit and numbered 0 in *rows*
+(row 0 = root, row i + 1 = node i). Nodes are stored in a topological, prefix-closed
+order: every parent precedes its children, so any prefix of the node list is a tree.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+ROOT = -1
+WORD_BITS = 64
+
+
+def num_words(num_rows: int) -> int:
+    """64-bit words that hold one bit per row."""
+    return max(1, -(-num_rows // WORD_BITS))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """One tree of speculated tokens.
+
+    Attributes:
+        tokens: [N] int64, the token of each node.
+        parents: [N] int32, index of the parent node; `ROOT` for the root's children.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Iterable[int]]) -> "TokenTree":
+        """The trie union of token paths that start below the root.
+
+        Nodes are shared by whole path, never by (token, depth) alone.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        children: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = ROOT
+            for token in path:
+                key = (node, int(token))
+                if key not in children:
+                    children[key] = len(tokens)
+                    tokens.append(int(token))
+                    parents.append(node)
+                node = children[key]
+        return cls(np.array(tokens, np.int64), np.array(parents, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depths(self) -> np.ndarray:
+        """[N] int32: 1 for the root's children."""
+        return node_depths(self.parents[None])[0, 1:]
+
+    @property
+    def ancestor_bits(self) -> np.ndarray:
+        """[N + 1, W] int64: bit j of row i says whether row i sees row j."""
+        return ancestor_bits(self.parents[None])[0]
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root down to `node` (S_u without the root)."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(int(self.tokens[node]))
+            node = int(self.parents[node])
+        return tokens[::-1]
+
+    def truncate(self, num_nodes: int) -> "TokenTree":
+        """The tree of the first `num_nodes` nodes."""
+        return TokenTree(self.tokens[:num_nodes], self.parents[:num_nodes])
+
+    def check_integrity(self) -> None:
+        """Raises ValueError unless the arrays describe a tree in flat order."""
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(
+                "tokens and parents must have one entry per node; "
+                f"got {len(self.tokens)} and {len(self.parents)}"
+            )
+        order = np.arange(len(self))
+        if not ((self.parents >= ROOT) & (self.parents < order)).all():
+            raise ValueError(
+                f"every parent must precede its child; got {self.parents.tolist()}"
+            )
+        siblings = set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
+        if len(siblings) != len(self):
+            raise ValueError("siblings must hold distinct tokens")
+
+
+def node_depths(parents: np.ndarray) -> np.ndarray:
+    """Depths of all rows of several trees of equal size.
+
+    Args:
+        parents: [R, N] int32, `ROOT` or the index of an earlier node.
+
+    Returns:
+        [R, N + 1] int32; row 0 is the root with depth 0.
+    """
+    num_trees, num_nodes = parents.shape
+    depths = np.zeros((num_trees, num_nodes + 1), np.int32)
+    trees = np.arange(num_trees)
+    for node in range(num_nodes):
+        depths[:, node + 1] = depths[trees, parents[:, node] + 1] + 1
+    return depths
+
+
+def ancestor_bits(parents: np.ndarray) -> np.ndarray:
+    """The topology-aware causal mask as bit rows, for any number of nodes.
+
+    Args:
+        parents: [R, N] int32, `ROOT` or the index of an earlier node.
+
+    Returns:
+        [R, N + 1, W] int64: bit j % 64 of word j // 64 in row i is set when row j
+        is an ancestor of row i, or i itself.
+    """
+    num_trees, num_nodes = parents.shape
+    bits = np.zeros((num_trees, num_nodes + 1, num_words(num_nodes + 1)), np.uint64)
+    bits[:, 0, 0] = 1
+    trees = np.arange(num_trees)
+    for node in range(num_nodes):
+        row = node + 1
+        bits[:, row] = bits[trees, parents[:, node] + 1]
+        bits[:, row, row // WORD_BITS] |= np.uint64(1 << (row % WORD_BITS))
+    return bits.view(np.int64)
+
+
+def chain_bits(num_rows: int, words: int) -> np.ndarray:
+    """[num_rows, words] int64: the lower triangle, an ordinary causal mask."""
+    parents = np.arange(-1, num_rows - 2, dtype=np.int32)[None]
+    bits = np.zeros((num_rows, words), np.int64)
+    chain = ancestor_bits(parents)[0]
+    bits[:, : chain.shape[1]] = chain
+    return bits
