@@ -24,6 +24,7 @@ from vllm_specinfer.options import (
     Tree,
     parse_options,
 )
+from vllm_specinfer.refusals import refuse, ssm_reason
 
 __all__ = [
     "CPU_WORKER",
@@ -86,16 +87,23 @@ class SpecInferConfig(SpeculativeConfig):
 
         Returns:
             The config.
+
+        Raises:
+            ValueError: An SSM does not fit the target.
         """
+        ssm_model_configs = tuple(
+            build_ssm_model_config(source, target_model_config)
+            for source in options.sources
+        )
+        # Here, not in __post_init__: pydantic would wrap the sentences.
+        for ssm in ssm_model_configs:
+            refuse(ssm_reason(ssm, target_model_config))
         return cls(
             options=options,
             num_speculative_tokens=options.num_speculative_tokens,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
-            ssm_model_configs=tuple(
-                build_ssm_model_config(source, target_model_config)
-                for source in options.sources
-            ),
+            ssm_model_configs=ssm_model_configs,
         )
 
     def __post_init__(self) -> None:

@@ -349,6 +349,8 @@ def _resolve_model(name: str, where: str) -> list[str]:
     manifest = folder / MANIFEST
     if manifest.is_file():
         return _read_manifest(manifest)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{where} must be a whole model; got a LoRA adapter, {name!r}")
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(
             f"{where} must be a folder with config.json or {MANIFEST}; got {name!r}"

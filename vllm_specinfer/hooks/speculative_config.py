@@ -18,6 +18,8 @@ SCHEDULER = "vllm_specinfer.scheduling.scheduler.SpecInferScheduler"
 V2_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 
 _MARK = "_specinfer_original"
+# The environment's value from before an engine with specinfer; empty without one.
+_env_before: dict[str, str | None] = {}
 
 
 def install() -> None:
@@ -35,6 +37,7 @@ def install() -> None:
         target_parallel_config: "ParallelConfig",
     ) -> "SpeculativeConfig | None":
         if _method(self) != METHOD:
+            _switch_runner_off()
             return original(
                 self,
                 target_model_config=target_model_config,
@@ -58,47 +61,86 @@ def _create(
     target_model_config: "ModelConfig",
     target_parallel_config: "ParallelConfig",
 ) -> "SpeculativeConfig":
-    from vllm_specinfer import compat
+    from vllm_specinfer import compat, refusals
 
-    _refuse(compat.unsupported_reason())
+    # First of all: the imports below need a vLLM that is known.
+    refusals.refuse(compat.unsupported_reason())
 
     from vllm.logger import init_logger
-    from vllm.platforms import current_platform
 
-    from vllm_specinfer import refusals
-    from vllm_specinfer.config import SpecInferConfig, worker_cls
+    from vllm_specinfer.config import SpecInferConfig
     from vllm_specinfer.options import parse_options
 
     options = parse_options(_merge_flags(args))
-    _refuse(_replaced_class_reason("scheduler_cls", args.scheduler_cls, SCHEDULER))
-    _refuse(
-        _replaced_class_reason(
-            "worker_cls", target_parallel_config.worker_cls, worker_cls()
-        )
-    )
-    _refuse(refusals.engine_args_reason(args))
-    _refuse(refusals.parallel_reason(target_parallel_config, target_model_config))
-    _refuse(refusals.model_reason(target_model_config, "the target"))
-
+    _check_engine_args(args, target_model_config, target_parallel_config)
     config = SpecInferConfig.create(
         options, target_model_config, target_parallel_config
     )
-    for ssm in config.ssm_model_configs:
-        _refuse(refusals.model_reason(ssm, "the SSM"))
-        _refuse(refusals.vocabulary_reason(ssm, target_model_config))
+    # Only now, so that a refusal leaves arguments and process as they were.
+    args.scheduler_cls = SCHEDULER
+    _switch_runner_on()
+    if options.truncation_notice is not None:
+        init_logger(__name__).warning("%s", options.truncation_notice)
+    return config
 
-    # Nothing outside the config changes before this line: a refusal leaves vLLM as
-    # it was.
+
+def _check_engine_args(
+    args: "EngineArgs",
+    target_model_config: "ModelConfig",
+    target_parallel_config: "ParallelConfig",
+) -> None:
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    from vllm_specinfer import refusals
+    from vllm_specinfer.config import worker_cls
+
+    cache_dtype = resolve_kv_cache_dtype_string(
+        args.kv_cache_dtype, target_model_config
+    )
+    worker = target_parallel_config.worker_cls
+    for reason in (
+        refusals.runner_reason(),
+        refusals.replaced_class_reason("scheduler_cls", args.scheduler_cls, SCHEDULER),
+        refusals.replaced_class_reason("worker_cls", worker, worker_cls()),
+        refusals.feature_reason(args),
+        refusals.parallel_reason(target_parallel_config, target_model_config),
+        refusals.cache_dtype_reason(cache_dtype, current_platform.is_cpu()),
+        refusals.model_reason(target_model_config, "the target"),
+    ):
+        refusals.refuse(reason)
+
+
+def _switch_runner_on() -> None:
+    """Choose Model Runner V2 for this process and the workers it starts."""
+    from vllm.platforms import current_platform
+
+    if V2_ENV not in _env_before:
+        _env_before[V2_ENV] = os.environ.get(V2_ENV)
     if current_platform.is_cpu():
         from vllm_specinfer.hooks import cpu_v2
 
         cpu_v2.enable_in_frontend()
-    # Workers inherit it; without it vLLM may fall back to the V1 runner silently.
+    # Without it vLLM may choose the V1 runner by itself, with no more than a warning.
     os.environ[V2_ENV] = "1"
-    args.scheduler_cls = SCHEDULER
-    if options.truncation_notice is not None:
-        init_logger(__name__).warning("%s", options.truncation_notice)
-    return config
+
+
+def _switch_runner_off() -> None:
+    """Give the next engine of this process the runner it had without specinfer."""
+    if V2_ENV not in _env_before:
+        return
+    before = _env_before.pop(V2_ENV)
+    if before is None:
+        os.environ.pop(V2_ENV, None)
+    else:
+        os.environ[V2_ENV] = before
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm_specinfer.hooks import cpu_v2
+
+        cpu_v2.disable_in_frontend()
 
 
 def _merge_flags(args: "EngineArgs") -> dict[str, Any]:
@@ -122,14 +164,3 @@ def _merge_flags(args: "EngineArgs") -> dict[str, Any]:
             )
         merged[key] = value
     return merged
-
-
-def _replaced_class_reason(name: str, value: Any, ours: str) -> str | None:
-    if value in (None, "auto", ours):
-        return None
-    return f"{name} must be left out with method specinfer; got {value!r}"
-
-
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
