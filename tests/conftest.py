@@ -46,3 +46,17 @@ def tiny_llama(tmp_path: Path, name: str = "llama", **overrides: Any) -> str:
 def make_llama(tmp_path: Path) -> Callable[..., str]:
     """``make_llama("name", vocab_size=...)`` writes a folder below tmp_path."""
     return lambda name="llama", **overrides: tiny_llama(tmp_path, name, **overrides)
+
+
+@pytest.fixture
+def v2_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the next test the model runner of a process without specinfer."""
+    import vllm.config.vllm
+
+    from vllm_specinfer.hooks import speculative_config
+
+    # Set first: only then does monkeypatch take it away again afterwards.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", vllm.config.vllm.HAS_TRITON)
+    monkeypatch.setattr(speculative_config, "_env_before", {})

@@ -1,0 +1,278 @@
+"""Parsing of the user's dictionary and the config object vLLM carries."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+
+from vllm_specinfer.options import (
+    BestFirstTree,
+    ExpansionTree,
+    parse_options,
+    parse_tree,
+)
+
+
+def test_expansion_counts_the_papers_tree():
+    tree = ExpansionTree((1, 1, 3, 1))
+    assert tree.level_sizes == (1, 1, 3, 3)
+    assert (tree.num_nodes, tree.max_depth, tree.max_width) == (8, 4, 3)
+
+
+@pytest.mark.parametrize("raw", ["1,1,3,1", " 1, 1,3 ,1", "[1,1,3,1]", [1, 1, 3, 1]])
+def test_expansion_may_be_a_string_or_a_list(raw):
+    assert parse_tree(raw) == ExpansionTree((1, 1, 3, 1))
+
+
+def test_object_means_best_first_with_defaults():
+    assert parse_tree({"max_depth": 6}) == BestFirstTree(max_depth=6, max_width=4)
+
+
+def test_only_model_is_needed():
+    options = parse_options({"method": "specinfer", "model": "org/ssm"})
+    assert options.sources[0].model == "org/ssm"
+    assert options.tree == BestFirstTree(max_depth=4, max_width=4)
+    assert options.num_speculative_tokens == 8
+    assert (options.verification, options.scheduler) == ("auto", "auto")
+
+
+def test_expansion_gives_the_number_of_nodes():
+    assert parse_options({"model": "m", "tree": "1,1,3,1"}).num_speculative_tokens == 8
+    assert parse_options({"model": "m", "tree": [2, 2]}).num_speculative_tokens == 6
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 9, 16, 17, 33])
+def test_default_tree_holds_any_number_of_nodes(num_nodes):
+    options = parse_options({"model": "m", "num_speculative_tokens": num_nodes})
+    assert options.num_speculative_tokens == num_nodes <= options.tree.num_nodes
+    assert options.tree.max_depth <= num_nodes
+    assert options.max_level_width <= num_nodes
+
+
+@pytest.mark.parametrize(
+    ("tree", "num_nodes"),
+    [({"max_depth": 1, "max_width": 3}, 3), ({"max_depth": 9, "max_width": 2}, 9)],
+)
+def test_best_first_default_fits_its_limits(tree, num_nodes):
+    options = parse_options({"model": "m", "tree": tree})
+    assert options.num_speculative_tokens == num_nodes
+
+
+def test_fewer_nodes_than_the_expansion_truncates_and_says_so():
+    options = parse_options(
+        {"model": "m", "tree": "1,1,3,1", "num_speculative_tokens": 4}
+    )
+    assert "cuts the last 4 off" in options.truncation_notice
+    assert options.max_level_width == 3
+    whole = parse_options({"model": "m", "tree": "1,1,3,1"})
+    assert whole.truncation_notice is None
+
+
+def test_dashes_in_keys_are_underscores():
+    options = parse_options({"model": "m", "num-speculative-tokens": 3})
+    assert options.num_speculative_tokens == 3
+
+
+def test_the_users_dictionary_is_left_alone():
+    raw = {"method": "specinfer", "model": "m", "tree": [1, 2]}
+    before = copy.deepcopy(raw)
+    parse_options(raw)
+    assert raw == before
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"tree": []}, "tree must have at least one level"),
+        ({"tree": ""}, "tree must be integers separated by commas"),
+        ({"tree": "1,x"}, "tree must be integers separated by commas"),
+        ({"tree": [1, 0]}, "tree must be made of positive integers; got 0"),
+        ({"tree": "1,-1"}, "tree must be made of positive integers; got -1"),
+        ({"tree": [1.5]}, "tree must be made of positive integers; got 1.5"),
+        ({"tree": [True]}, "tree must be made of positive integers; got True"),
+        ({"tree": 4}, "tree must be an expansion such as"),
+        ({"tree": {"depth": 4}}, "tree keys must be among max_depth, max_width"),
+        ({"tree": {"max_depth": 0}}, "tree.max_depth must be a positive integer"),
+        ({"tree": {"max_width": "4"}}, "tree.max_width must be a positive integer"),
+        ({"tree": [1], "num_speculative_tokens": 2}, "at most the tree's 1 nodes"),
+        (
+            {"tree": {"max_width": 5}, "num_speculative_tokens": 4},
+            r"tree.max_width must be at most num_speculative_tokens \(4\); got 5",
+        ),
+        (
+            {"tree": {"max_depth": 5}, "num_speculative_tokens": 4},
+            r"tree.max_depth must be at most num_speculative_tokens \(4\); got 5",
+        ),
+        ({"num_speculative_tokens": 0}, "must be a positive integer; got 0"),
+        ({"num_speculative_tokens": "8"}, "must be a positive integer; got '8'"),
+        ({"num_speculative_tokens": True}, "must be a positive integer; got True"),
+        ({"verification": "mss"}, "verifies greedily only; got 'mss'"),
+        ({"verification": "best"}, "verification must be one of auto, mss"),
+        ({"verification": ["auto"]}, "verification must be one of auto, mss"),
+        ({"scheduler": "learned"}, "no learned policy"),
+        ({"scheduler": 1}, "scheduler must be one of auto, static, learned; got 1"),
+        ({"tre": [1]}, "got 'tre', did you mean 'tree'"),
+        ({"method": "eagle"}, "method must be 'specinfer'; got 'eagle'"),
+        ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size must be left"),
+        ({"rejection_sample_method": "synthetic"}, "use verification instead"),
+        ({"num_speculative_tokens_per_batch_size": []}, "must be left out"),
+        ({"enable_adaptive_verification": True}, "must be left out"),
+        ({"model": None}, "model must name an SSM"),
+        ({"model": ""}, "model must name a model; got ''"),
+        ({"model": 3}, "model must be a string; got 3"),
+        ({"model": {"model": "m"}}, "model must be a string"),
+        ({"model": "ngram"}, "this version supports one SSM"),
+        ({"model": "/no/such/folder"}, "existing folder or a hub id; got '/no/such"),
+        ({"model": "./ssm"}, "existing folder or a hub id; got './ssm'"),
+        ({"ssms": ["a"]}, "model and ssms must not both be given"),
+        ({"model": None, "ssms": ["a", "b"]}, "exactly one SSM.*got 2"),
+        ({"model": None, "ssms": []}, "exactly one SSM.*got 0"),
+        ({"model": None, "ssms": ["suffix"]}, "this version supports one SSM"),
+        ({"model": None, "ssms": "a"}, "ssms must be a list; got 'a'"),
+        ({"model": None, "ssms": [3]}, r"ssms\[0\] must be a string or an object"),
+        (
+            {"model": None, "ssms": [{"model": "a", "revison": "b"}]},
+            "did you mean 'revision'",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "a", "revision": 1}]},
+            r"ssms\[0\].revision must be a string; got 1",
+        ),
+    ],
+)
+def test_impossible_options_are_refused_in_one_sentence(change, sentence):
+    raw = {"method": "specinfer", "model": "m"} | change
+    with pytest.raises(ValueError, match=sentence) as error:
+        parse_options(raw)
+    assert "\n" not in str(error.value)
+
+
+def test_pool_folder_is_resolved_relative_to_its_manifest(tmp_path, make_llama):
+    ssm = make_llama("pool/ssm0")
+    (tmp_path / "pool/manifest.json").write_text('{"ssms": [{"model": "ssm0"}]}')
+    options = parse_options({"model": str(tmp_path / "pool")})
+    assert options.sources[0].model == ssm
+
+
+@pytest.mark.parametrize(
+    ("manifest", "sentence"),
+    [
+        ({"ssms": [{"model": "a"}, {"model": "a"}]}, "exactly one SSM.*got 2"),
+        ({"ssms": [{"model": "b"}]}, "must name folders with config.json"),
+        ({"ssms": ["a"]}, "must hold"),
+        ([], "must hold"),
+    ],
+)
+def test_bad_manifest_is_refused(tmp_path, make_llama, manifest, sentence):
+    make_llama("pool/a")
+    (tmp_path / "pool/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=sentence):
+        parse_options({"model": str(tmp_path / "pool")})
+
+
+def test_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be a folder with config.json"):
+        parse_options({"model": str(tmp_path)})
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="got a LoRA adapter"):
+        parse_options({"model": str(tmp_path)})
+
+
+@pytest.fixture
+def engine_config(make_llama, v2_undone):
+    from vllm import EngineArgs
+
+    return EngineArgs(
+        model=make_llama("target"),
+        skip_tokenizer_init=True,
+        # A name that vLLM's own guess would take for an EAGLE head.
+        speculative_config={
+            "method": "specinfer",
+            "model": make_llama("eagle-ssm", max_position_embeddings=512),
+            "tree": "1,1,3,1",
+        },
+    ).create_engine_config()
+
+
+def test_engine_config_carries_everything_the_worker_needs(engine_config):
+    from vllm_specinfer.config import SpecInferConfig
+
+    spec = engine_config.speculative_config
+    assert isinstance(spec, SpecInferConfig)
+    assert spec.method == "draft_model" and spec.uses_draft_model()
+    assert spec.tree == ExpansionTree((1, 1, 3, 1))
+    assert spec.num_speculative_tokens == engine_config.num_lookahead_tokens == 8
+    assert engine_config.uniform_decode_query_len == 9
+    assert spec.max_num_new_slots_for_drafting == spec.max_level_width + 1 == 4
+    assert not spec.use_eagle() and not spec.use_eagle_block_drop()
+    assert spec.draft_sample_method == "greedy"
+    assert spec.draft_model_config.max_model_len == 256
+    assert spec.target_parallel_config is engine_config.parallel_config
+    assert engine_config.parallel_config.worker_cls == (
+        "vllm_specinfer.worker.SpecInferCPUWorker"
+    )
+    assert engine_config.scheduler_config.scheduler_cls == (
+        "vllm_specinfer.scheduling.scheduler.SpecInferScheduler"
+    )
+    assert engine_config.use_v2_model_runner
+    assert "ExpansionTree(widths=(1, 1, 3, 1))" in repr(spec)
+
+
+def test_config_survives_copies_and_replace(engine_config):
+    from vllm.config.utils import replace
+
+    spec = engine_config.speculative_config
+    for copied in (
+        pickle.loads(pickle.dumps(spec)),
+        cloudpickle.loads(cloudpickle.dumps(spec)),
+        copy.deepcopy(spec),
+        replace(spec),
+        replace(replace(spec)),
+    ):
+        assert type(copied) is type(spec)
+        assert copied.options == spec.options
+        assert copied.method == "draft_model"
+        assert copied.compute_hash() == spec.compute_hash()
+
+
+def test_replace_builds_no_model_config_again(engine_config):
+    from vllm.config.utils import replace
+
+    spec = engine_config.speculative_config
+    again = replace(spec)
+    assert again.draft_model_config is spec.draft_model_config
+    assert again.draft_parallel_config is spec.draft_parallel_config
+    whole = replace(engine_config, model_config=spec.draft_model_config)
+    assert whole.speculative_config is spec
+
+
+def test_config_unpickles_where_no_plugin_is_loaded(engine_config, tmp_path):
+    file = tmp_path / "config.pkl"
+    file.write_bytes(pickle.dumps(engine_config))
+    code = (
+        "import pickle, sys\n"
+        "config = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert config.speculative_config.tree.num_nodes == 8\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "hook = EngineArgs.create_speculative_config\n"
+        "assert hook.__module__ == 'vllm.engine.arg_utils'\n"
+        "assert not hasattr(hook, '_specinfer_original')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, file], check=True)
+
+
+def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undone):
+    from vllm import EngineArgs
+
+    args = EngineArgs(
+        model=make_llama("target"),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "specinfer", "model": make_llama("ssm")},
+    )
+    first = args.create_engine_config().speculative_config
+    second = args.create_engine_config().speculative_config
+    assert first.options == second.options
