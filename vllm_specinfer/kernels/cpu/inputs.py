@@ -1,0 +1,263 @@
+"""Staged writes and model inputs: the step's index bookkeeping in NumPy.
+
+Each function replaces the vLLM Triton kernel of the same name (less its leading
+underscore and ``_kernel``) and takes that kernel's arguments in its order. Strides
+are ignored: the tensors carry them. ``.numpy()`` shares memory, so writing into a
+view writes the tensor, at a hundredth of the cost of a torch operator this small.
+
+R requests of the step, M request rows (``max_num_reqs``), T flat tokens, L logit rows.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+
+INT32_BYTES = 4
+
+
+def apply_write(
+    output: torch.Tensor,  # [rows, ...], or addresses [groups] with multi_group
+    output_stride: int | torch.Tensor,  # row stride, or [groups] with multi_group
+    write_indices: torch.Tensor,  # [writes]
+    write_starts: torch.Tensor,  # [writes]
+    write_contents: torch.Tensor,  # flat values of all writes
+    write_cu_lens: torch.Tensor,  # [writes]
+    write_group_ids: torch.Tensor | None,  # [writes]
+    MULTI_GROUP: bool,
+    **_: object,
+) -> None:
+    """Copy each staged run of values into its row, at its start column."""
+    rows = write_indices.tolist()
+    starts = write_starts.tolist()
+    ends = write_cu_lens.tolist()
+    begin = 0
+    if MULTI_GROUP:
+        addresses = output.tolist()
+        strides = output_stride.tolist()
+        contents_address = write_contents.data_ptr()
+        groups = write_group_ids.tolist()
+        for group, row, start, end in zip(groups, rows, starts, ends, strict=True):
+            offset = row * strides[group] + start
+            ctypes.memmove(
+                addresses[group] + offset * INT32_BYTES,
+                contents_address + begin * INT32_BYTES,
+                (end - begin) * INT32_BYTES,
+            )
+            begin = end
+        return
+    flat = output.view(-1).numpy()
+    contents = write_contents.numpy()
+    for row, start, end in zip(rows, starts, ends, strict=True):
+        first = row * output_stride + start
+        flat[first : first + end - begin] = contents[begin:end]
+        begin = end
+
+
+def prepare_prefill_inputs(
+    input_ids: torch.Tensor,  # [T]
+    next_prefill_tokens: torch.Tensor,  # [lookahead, M]
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping: torch.Tensor,  # [R]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    all_token_ids: torch.Tensor,  # [M, max_model_len]
+    all_token_ids_stride: int,
+    prefill_lens: torch.Tensor,  # [M]
+    num_computed_tokens: torch.Tensor,  # [M]
+    **_: object,
+) -> None:
+    """Copy the scheduled part of every unfinished prefill into ``input_ids``."""
+    idx = idx_mapping.numpy()
+    computed = num_computed_tokens.numpy()[idx]
+    prefill = prefill_lens.numpy()[idx]
+    rows = np.flatnonzero(computed < prefill)
+    if not rows.size:
+        return
+    ids = input_ids.numpy()
+    starts = query_start_loc.numpy()
+    tokens = all_token_ids.numpy()
+    lookahead = next_prefill_tokens.numpy()
+    for i in rows.tolist():
+        request = int(idx[i])
+        start, end = int(starts[i]), int(starts[i + 1])
+        first = int(computed[i])
+        last = first + end - start
+        ids[start:end] = tokens[request, first:last]
+        ahead = tokens[request, last : min(last + num_lookahead, int(prefill[i]))]
+        lookahead[:, request] = 0
+        lookahead[: ahead.size, request] = ahead
+
+
+def prepare_pos_seq_lens(
+    pos: torch.Tensor,  # [T]
+    seq_lens: torch.Tensor,  # [M]
+    idx_mapping: torch.Tensor,  # [R]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    num_computed_tokens: torch.Tensor,  # [M]
+    max_num_reqs: int,
+    **_: object,
+) -> None:
+    """Positions of the step's tokens and each request's length after the step."""
+    idx = idx_mapping.numpy()
+    num_reqs = idx.shape[0]
+    starts = query_start_loc.numpy()[: num_reqs + 1]
+    computed = num_computed_tokens.numpy()[idx]
+    query_lens = np.diff(starts)
+    lens = seq_lens.numpy()
+    lens[:num_reqs] = computed + query_lens
+    # Attention backends read the padded rows too.
+    lens[num_reqs:max_num_reqs] = 0
+    begin, end = int(starts[0]), int(starts[-1])
+    if end - begin == num_reqs and (query_lens == 1).all():
+        pos.numpy()[begin:end] = computed
+        return
+    pos.numpy()[begin:end] = np.arange(begin, end) + np.repeat(
+        computed - starts[:-1], query_lens
+    )
+
+
+def combine_sampled_and_draft_tokens(
+    input_ids: torch.Tensor,  # [T]
+    idx_mapping: torch.Tensor,  # [R]
+    last_sampled_tokens: torch.Tensor,  # [M] or [M, 1]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    seq_lens: torch.Tensor,  # [R]
+    prefill_len: torch.Tensor,  # [M]
+    draft_tokens: torch.Tensor,  # [M, drafts]
+    draft_tokens_stride: int,
+    cu_num_logits: torch.Tensor,  # [R + 1]
+    logits_indices: torch.Tensor,  # [L]
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+    **_: object,
+) -> None:
+    """Place the last sampled token and the drafts; list the rows that need logits."""
+    idx = idx_mapping.numpy()
+    num_reqs = idx.shape[0]
+    cu_logits = cu_num_logits.numpy()[: num_reqs + 1]
+    num_logits = np.diff(cu_logits)
+    query_end = query_start_loc.numpy()[1 : num_reqs + 1]
+    logits_start = query_end - num_logits
+    indices = logits_indices.numpy()
+    total = int(cu_logits[-1])
+    if total == num_reqs:
+        indices[:total] = logits_start
+    else:
+        indices[:total] = np.arange(total) + np.repeat(
+            logits_start - cu_logits[:-1], num_logits
+        )
+
+    lens = seq_lens.numpy()[:num_reqs]
+    prefill = prefill_len.numpy()[idx]
+    ids = input_ids.numpy()
+    if NUM_NEW_SAMPLED_TOKENS > 0:
+        # Logit rows that still lie in the prompt keep their prompt token.
+        rows = np.flatnonzero((lens > prefill) & (lens - num_logits >= prefill))
+        sampled = last_sampled_tokens.view(-1).numpy()
+        ids[logits_start[rows]] = sampled[idx[rows]]
+    num_drafts = num_logits - NUM_NEW_SAMPLED_TOKENS
+    if total == num_reqs * NUM_NEW_SAMPLED_TOKENS:
+        return
+    drafts = draft_tokens.numpy()
+    for i in np.flatnonzero((lens > prefill) & (num_drafts > 0)).tolist():
+        count, end = int(num_drafts[i]), int(query_end[i])
+        ids[end - count : end] = drafts[idx[i], :count]
+
+
+def get_num_sampled_and_rejected(
+    num_sampled: torch.Tensor,  # [R], in place
+    num_rejected: torch.Tensor,  # [R]
+    seq_lens: torch.Tensor,  # [R]
+    cu_num_logits: torch.Tensor,  # [R + 1]
+    idx_mapping: torch.Tensor,  # [R]
+    prefill_len: torch.Tensor,  # [M]
+    **_: object,
+) -> None:
+    """Zero both counts of requests whose prefill is not finished."""
+    idx = idx_mapping.numpy()
+    num_reqs = idx.shape[0]
+    finished = seq_lens.numpy()[:num_reqs] >= prefill_len.numpy()[idx]
+    sampled = num_sampled.numpy()
+    sampled[:num_reqs] *= finished
+    num_logits = np.diff(cu_num_logits.numpy()[: num_reqs + 1])
+    num_rejected.numpy()[:num_reqs] = (num_logits - sampled[:num_reqs]) * finished
+
+
+def post_update(
+    idx_mapping: torch.Tensor,  # [R], negative rows are skipped
+    num_computed_tokens: torch.Tensor,  # [M]
+    last_sampled_tokens: torch.Tensor,  # [M] or [M, 1]
+    output_bin_counts: torch.Tensor | None,  # [M, V]
+    output_bin_counts_stride: int,
+    sampled_tokens: torch.Tensor,  # [R, most sampled]
+    sampled_tokens_stride: int,
+    num_sampled: torch.Tensor,  # [R]
+    num_rejected: torch.Tensor,  # [R]
+    query_start_loc: torch.Tensor | None,  # [R + 1]
+    all_token_ids: torch.Tensor,  # [M, max_model_len]
+    all_token_ids_stride: int,
+    total_len: torch.Tensor,  # [M]
+    **_: object,
+) -> None:
+    """Append the sampled tokens to their requests and advance the counters."""
+    idx = idx_mapping.numpy()
+    num_reqs = idx.shape[0]
+    sampled = sampled_tokens.numpy()
+    counts = num_sampled.numpy()[:num_reqs]
+    totals = total_len.numpy()
+    tokens = all_token_ids.numpy()
+    bins = None if output_bin_counts is None else output_bin_counts.numpy()
+
+    real = idx >= 0
+    rows = np.flatnonzero(real & (counts > 0))
+    if rows.size:
+        requests = idx[rows]
+        last_sampled_tokens.view(-1).numpy()[requests] = sampled[rows, counts[rows] - 1]
+        for i in range(int(counts[rows].max())):
+            if i:
+                rows = rows[counts[rows] > i]
+                requests = idx[rows]
+            ids = sampled[rows, i]
+            tokens[requests, totals[requests] + i] = ids
+            if bins is not None:
+                bins[requests, ids] += 1
+        rows = np.flatnonzero(real & (counts > 0))
+        totals[idx[rows]] += counts[rows]
+
+    delta = -num_rejected.numpy()[:num_reqs]
+    if query_start_loc is not None:
+        delta = delta + np.diff(query_start_loc.numpy()[: num_reqs + 1])
+    if not real.all():
+        idx, delta = idx[real], delta[real]
+    num_computed_tokens.numpy()[idx] += delta
+
+
+def post_update_num_computed_tokens(
+    idx_mapping: torch.Tensor,  # [R]
+    num_computed_tokens: torch.Tensor,  # [M]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    **_: object,
+) -> None:
+    """Count every scheduled token as computed."""
+    idx = idx_mapping.numpy()
+    num_computed_tokens.numpy()[idx] += np.diff(
+        query_start_loc.numpy()[: idx.shape[0] + 1]
+    )
+
+
+def expand_idx_mapping(
+    idx_mapping: torch.Tensor,  # [R]
+    expanded_idx_mapping: torch.Tensor,  # [L]
+    expanded_local_pos: torch.Tensor,  # [L]
+    cu_num_logits: torch.Tensor,  # [R + 1]
+    **_: object,
+) -> None:
+    """Each logit row's request row, and its place among that request's rows."""
+    idx = idx_mapping.numpy()
+    cu_logits = cu_num_logits.numpy()[: idx.shape[0] + 1]
+    num_logits = np.diff(cu_logits)
+    total = int(cu_logits[-1])
+    expanded_idx_mapping.numpy()[:total] = np.repeat(idx, num_logits)
+    expanded_local_pos.numpy()[:total] = np.arange(total) - np.repeat(
+        cu_logits[:-1], num_logits
+    )

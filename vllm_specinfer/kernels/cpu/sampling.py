@@ -1,0 +1,110 @@
+"""Temperature, min-p and the draw itself.
+
+Each function takes the arguments of the vLLM kernel of the same name, in its order.
+
+L logit rows, V vocabulary, M request rows (``max_num_reqs``).
+"""
+
+import numpy as np
+import torch
+
+from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, noised_argmax
+
+
+def rows_fp32(logits: torch.Tensor) -> np.ndarray:
+    """The logits as float32 NumPy rows, without a copy if they are float32."""
+    return logits.float().numpy()
+
+
+def temperature(
+    logits: torch.Tensor,  # [L, V], in place
+    logits_stride: int,
+    expanded_idx_mapping: torch.Tensor,  # [L]
+    temperature: torch.Tensor,  # [M]
+    vocab_size: int,
+    **_: object,
+) -> None:
+    """Divide by the temperature; greedy rows keep their logits."""
+    temps = temperature[expanded_idx_mapping]
+    logits.div_(temps.masked_fill_(temps == 0.0, 1.0).unsqueeze(1))
+
+
+def min_p(
+    logits: torch.Tensor,  # [L, V], in place
+    logits_stride: int,
+    expanded_idx_mapping: torch.Tensor,  # [L]
+    min_p: torch.Tensor,  # [M]
+    vocab_size: int,
+    **_: object,
+) -> None:
+    """Mask tokens less likely than ``min_p`` times the best one's probability."""
+    ratios = min_p.numpy()[expanded_idx_mapping.numpy()]
+    rows = np.flatnonzero(ratios != 0.0)
+    logs = np.log(ratios[rows])
+    for row, log in zip(rows.tolist(), logs.tolist(), strict=True):
+        values = logits[row]
+        values.masked_fill_(values < values.amax() + log, float("-inf"))
+
+
+def gumbel_sample(
+    local_argmax: torch.Tensor,  # [L, blocks]
+    local_argmax_stride: int,
+    local_max: torch.Tensor,  # [L, blocks]
+    local_max_stride: int,
+    logits_cache: torch.Tensor | None,  # [M, columns, V]
+    logits_cache_stride_0: int,
+    logits_cache_stride_1: int,
+    logits_cache_col: torch.Tensor | None,  # scalar, or [L] with PER_TOKEN_COL
+    logits_cache_source: torch.Tensor | None,  # [L, V]
+    logits_cache_source_stride: int,
+    logits: torch.Tensor,  # [L, V]
+    logits_stride: int,
+    expanded_idx_mapping: torch.Tensor,  # [L], -1 for padding
+    seeds: torch.Tensor,  # [M]
+    pos: torch.Tensor,  # [L]
+    temp: torch.Tensor,  # [M]
+    vocab_size: int,
+    IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
+    USE_FP64: bool,
+    PER_TOKEN_COL: bool,
+    **_: object,
+) -> None:
+    """Sample each row; the host then reduces over blocks.
+
+    The whole row is one block here: the first column holds the winner.
+    """
+    requests = expanded_idx_mapping.numpy()
+    if logits_cache is not None:
+        real = np.flatnonzero(requests >= 0).tolist()
+        columns = logits_cache_col.tolist()
+        for row in real:
+            column = columns[row] if PER_TOKEN_COL else columns
+            cached = logits_cache[int(requests[row]), column]
+            cached[:vocab_size] = logits_cache_source[row]
+
+    winners = local_argmax.numpy()
+    values = local_max.numpy()
+    values.fill(-np.inf)
+    rows = rows_fp32(logits)
+    temps = np.where(requests >= 0, temp.numpy()[requests], np.float32(0.0))
+    if not temps.any():
+        # NumPy's arg-max costs a tenth of torch's on a row of this size.
+        best = rows.argmax(axis=-1)
+        winners[:, 0] = best
+        values[:, 0] = rows[np.arange(len(rows)), best]
+        return
+    positions = pos.tolist()
+    request_seeds = seeds.numpy()[requests].tolist()
+    for i, row in enumerate(rows):
+        scale = temps[i]
+        if scale == 0.0:
+            winner = int(row.argmax())
+            value = row[winner]
+        else:
+            if APPLY_TEMPERATURE:
+                row = row / scale
+            position = positions[i] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
+            winner, value = noised_argmax(row, request_seeds[i], position, USE_FP64)
+        winners[i, 0] = winner
+        values[i, 0] = value
