@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,10 @@ def make_llama(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def v2_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def v2_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give the next test the model runner of a process without specinfer."""
-    import vllm.config.vllm
-
     from vllm_specinfer.hooks import speculative_config
 
-    # Set first: only then does monkeypatch take it away again afterwards.
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", vllm.config.vllm.HAS_TRITON)
-    monkeypatch.setattr(speculative_config, "_env_before", {})
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    yield
+    speculative_config._switch_runner_off()

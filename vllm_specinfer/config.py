@@ -6,7 +6,7 @@ module needs vLLM but no hook.
 
 from typing import Any
 
-from pydantic import SkipValidation
+from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
@@ -209,7 +209,8 @@ def build_ssm_model_config(
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model must be an SSM that vLLM can load; got {source.model!r}: {error}"
+            f"model must be an SSM that vLLM can load; got {source.model!r}: "
+            f"{_first_line(error)}"
         ) from error
     if ssm.max_model_len < target.max_model_len:
         raise ValueError(
@@ -219,3 +220,12 @@ def build_ssm_model_config(
     # The SSM sees exactly the target's positions, never more, so the limits agree.
     ssm.max_model_len = target.max_model_len
     return ssm
+
+
+def _first_line(error: Exception) -> str:
+    """The message without pydantic's frame and without advice."""
+    if isinstance(error, ValidationError):
+        message = error.errors(include_url=False)[0]["msg"]
+    else:
+        message = str(error)
+    return message.removeprefix("Value error, ").strip().split("\n")[0]

@@ -1,0 +1,382 @@
+"""Every refusal is one sentence at start-up, before any weight is read."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import LLAMA, write_model
+
+from vllm_specinfer import refusals
+
+pytestmark = pytest.mark.usefixtures("v2_undone")
+
+MISTRAL = LLAMA | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 64,
+}
+QWEN2 = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 64,
+    "use_sliding_window": False,
+}
+DEEPSEEK = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+}
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "state_size": 16,
+    "vocab_size": 128,
+    "torch_dtype": "float32",
+}
+JAMBA = LLAMA | {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "num_hidden_layers": 8,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "num_experts": 1,
+}
+BLOOM = {
+    "architectures": ["BloomForCausalLM"],
+    "model_type": "bloom",
+    "hidden_size": 64,
+    "n_head": 2,
+    "n_layer": 2,
+    "seq_length": 256,
+    "vocab_size": 128,
+    "torch_dtype": "float32",
+}
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+EAGLE = LLAMA | {"architectures": ["EagleLlamaForCausalLM"]}
+# Qwen2-VL's text model; the whole needs torchvision to be looked at.
+MROPE = LLAMA | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+    },
+}
+
+
+@pytest.fixture
+def refusal(tmp_path):
+    """Start an engine config and return the sentence it is refused with."""
+    from vllm import EngineArgs
+
+    def start(target=LLAMA, ssm=LLAMA, **kwargs):
+        args = EngineArgs(
+            model=write_model(tmp_path / "target", target),
+            skip_tokenizer_init=True,
+            speculative_config={
+                "method": "specinfer",
+                "model": write_model(tmp_path / "ssm", ssm),
+            },
+            **kwargs,
+        )
+        with pytest.raises(ValueError) as error:
+            args.create_engine_config()
+        sentence = str(error.value)
+        assert "\n" not in sentence
+        assert " must " in sentence and "; got " in sentence
+        return sentence
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (MISTRAL, "a sliding window of 64"),
+        (LLAMA | {"attention_chunk_size": 64}, "chunked-local attention"),
+        (DEEPSEEK, "MLA"),
+        (MAMBA, "a recurrent state"),
+        (JAMBA, "a hybrid with recurrent layers"),
+        (BLOOM, "ALiBi"),
+        (BERT, "a pooling model"),
+        (MROPE, "M-RoPE"),
+    ],
+    ids=lambda value: value["architectures"][0] if isinstance(value, dict) else None,
+)
+def test_target_without_full_causal_attention_is_refused(refusal, config, kind):
+    assert refusal(target=config).startswith(
+        "the target must be a causal language model with full attention for method "
+        f"specinfer; got {kind} ({config['architectures'][0]})"
+    )
+
+
+@pytest.mark.parametrize("config", [MISTRAL, DEEPSEEK, MAMBA, BLOOM])
+def test_ssm_without_full_causal_attention_is_refused(refusal, config):
+    assert refusal(ssm=config).startswith("the SSM must be a causal language model")
+
+
+def test_a_draft_head_is_not_an_ssm(refusal):
+    assert refusal(ssm=EAGLE).endswith("got the draft head EagleLlamaForCausalLM")
+
+
+@pytest.mark.parametrize("config", [QWEN2, MISTRAL | {"sliding_window": None}])
+def test_a_sliding_window_that_is_off_is_accepted(config, tmp_path):
+    from vllm.config import ModelConfig
+
+    model = ModelConfig(write_model(tmp_path, config), skip_tokenizer_init=True)
+    assert refusals.model_reason(model, "the target") is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind"),
+    [
+        ("is_encoder_decoder", "an encoder-decoder"),
+        ("is_diffusion", "a diffusion model"),
+        ("is_mm_prefix_lm", "bidirectional attention to images"),
+        ("is_attention_free", "no attention"),
+    ],
+)
+def test_kinds_without_a_small_config_are_refused_by_vllms_own_flag(flag, kind):
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(),
+        architectures=["X"],
+        runner_type="generate",
+        get_sliding_window=lambda: None,
+        registry=SimpleNamespace(is_text_generation_model=lambda *_: True),
+        **dict.fromkeys(
+            (
+                "is_encoder_decoder",
+                "is_diffusion",
+                "is_hybrid",
+                "has_inner_state",
+                "is_attention_free",
+                "use_mla",
+                "is_deepseek_mla",
+                "uses_alibi",
+                "uses_mrope",
+                "is_mm_prefix_lm",
+            ),
+            False,
+        ),
+    )
+    assert refusals.model_reason(model, "the target") is None
+    setattr(model, flag, True)
+    assert f"got {kind} (X)" in refusals.model_reason(model, "the target")
+
+
+def test_another_vocabulary_size_is_refused(refusal):
+    sentence = refusal(ssm=LLAMA | {"vocab_size": 64})
+    assert "vocab_size must be the target's 128; got 64" in sentence
+
+
+def write_tokenizer(folder, vocabulary, added=()):
+    content = {
+        "model": {"vocab": vocabulary},
+        "added_tokens": [{"id": i, "content": text} for i, text in added],
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(refusal, tmp_path):
+    write_tokenizer(tmp_path / "target", {"a": 0, "b": 1, "c": 2})
+    write_tokenizer(tmp_path / "ssm", {"a": 0, "b": 2, "c": 1})
+    assert "tokenizer must be the target's; got 2 different" in refusal()
+
+
+def test_renamed_special_tokens_are_the_same_tokenizer(tmp_path):
+    write_tokenizer(tmp_path / "target", {"a": 0, "b": 1}, [(1, "b")])
+    write_tokenizer(tmp_path / "ssm", {"a": 0, "<|end|>": 1})
+    ssm = SimpleNamespace(model=str(tmp_path / "ssm"), revision=None)
+    target = SimpleNamespace(
+        tokenizer=str(tmp_path / "target"), tokenizer_revision=None
+    )
+    assert refusals._tokenizer_reason(ssm, target) is None
+
+
+def test_unigram_vocabulary_is_compared_by_position(tmp_path):
+    write_tokenizer(tmp_path / "target", [["a", -1.0], ["b", -2.0]])
+    write_tokenizer(tmp_path / "ssm", [["a", -1.5], ["c", -2.0]])
+    ssm = SimpleNamespace(model=str(tmp_path / "ssm"), revision=None)
+    target = SimpleNamespace(
+        tokenizer=str(tmp_path / "target"), tokenizer_revision=None
+    )
+    assert "got 1 different" in refusals._tokenizer_reason(ssm, target)
+
+
+def test_an_ssm_with_fewer_positions_is_refused(refusal):
+    sentence = refusal(ssm=LLAMA | {"max_position_embeddings": 128})
+    assert sentence.startswith("max_model_len must be at most the 128 positions")
+    assert sentence.endswith("got 256")
+
+
+def test_a_shorter_max_model_len_fits_a_short_ssm(tmp_path):
+    from vllm import EngineArgs
+
+    config = EngineArgs(
+        model=write_model(tmp_path / "target", LLAMA),
+        skip_tokenizer_init=True,
+        max_model_len=100,
+        speculative_config={
+            "method": "specinfer",
+            "model": write_model(
+                tmp_path / "ssm", LLAMA | {"max_position_embeddings": 128}
+            ),
+        },
+    ).create_engine_config()
+    assert config.speculative_config.draft_model_config.max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    "config", [BERT, {"model_type": "no_such_type", "architectures": ["No"]}]
+)
+def test_a_model_vllm_cannot_draft_with_is_refused(refusal, config):
+    sentence = refusal(ssm=config)
+    assert sentence.startswith("model must be an SSM that vLLM can load; got")
+
+
+def test_the_v1_runner_is_refused(refusal, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert "the V1 runner would draft a chain; got 0" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size must be 1"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "data_parallel_size must be 1 for a mixture of experts",
+        ),
+        ({"enable_dbo": True}, "enable_dbo and ubatch_size must be left out"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, float16"),
+        ({"kv_cache_dtype": "nvfp4"}, "on a CPU with method specinfer; got 'nvfp4'"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size must be left out"),
+        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling must"),
+        ({"watermark_config": {}}, "watermark_config must be left out"),
+        ({"diffusion_config": {}}, "diffusion_config must be left out"),
+    ],
+)
+def test_features_that_break_trees_are_refused(refusal, kwargs, sentence):
+    assert sentence in refusal(**kwargs)
+
+
+def test_a_kv_connector_is_refused(refusal):
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert "kv_transfer_config must be left out" in refusal(
+        kv_transfer_config=connector
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1"),
+        (
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size must be 1",
+        ),
+        ({"enable_eplb": True}, "enable_eplb must be left out"),
+        ({"data_parallel_size": 2}, None),
+    ],
+)
+def test_parallel_layouts_that_need_many_devices_are_judged(change, sentence):
+    parallel = SimpleNamespace(
+        **{
+            "pipeline_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "data_parallel_size": 1,
+            "enable_expert_parallel": False,
+            "use_ubatching": False,
+            "num_ubatches": 0,
+            "enable_eplb": False,
+            "enable_batch_sharded_sampling": None,
+        }
+        | change
+    )
+    reason = refusals.parallel_reason(parallel, SimpleNamespace(is_moe=False))
+    assert (reason is None) if sentence is None else (sentence in reason)
+
+
+def test_fp8_kv_is_refused_on_a_cpu_only():
+    assert refusals.cache_dtype_reason("fp8", is_cpu=False) is None
+    assert refusals.cache_dtype_reason("fp8", is_cpu=True) is not None
+    assert refusals.cache_dtype_reason("nvfp4", is_cpu=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        ({"sliding_window": 64}, "sliding window 64"),
+        ({"impl": SimpleNamespace(sliding_window=64)}, "sliding window 64"),
+        ({"impl": SimpleNamespace(sliding_window=(63, 0))}, "sliding window"),
+        ({"impl": SimpleNamespace(alibi_slopes=[1.0])}, "ALiBi"),
+        ({"attention_chunk_size": 64}, "chunked-local attention"),
+        ({"kv_lora_rank": 32}, "MLA"),
+        ({"mamba_type": "mamba1"}, "a recurrent state"),
+    ],
+)
+def test_a_layer_that_its_config_did_not_show_is_refused(layer, kind):
+    reason = refusals.layer_reason([("layers.0", SimpleNamespace(**layer))])
+    assert f"got {kind}" in reason and "layers.0" in reason
+
+
+@pytest.mark.parametrize("window", [None, -1, (-1, -1)])
+def test_a_layer_without_a_window_is_accepted(window):
+    impl = SimpleNamespace(sliding_window=window, alibi_slopes=None)
+    layer = SimpleNamespace(sliding_window=None, impl=impl)
+    assert refusals.layer_reason([("layers.0", layer)]) is None
+
+
+@pytest.fixture
+def vllm_config(tmp_path):
+    from vllm import EngineArgs
+
+    return EngineArgs(
+        model=write_model(tmp_path / "target", LLAMA),
+        skip_tokenizer_init=True,
+        speculative_config={
+            "method": "specinfer",
+            "model": write_model(tmp_path / "ssm", LLAMA),
+        },
+    ).create_engine_config()
+
+
+def test_the_worker_accepts_what_the_front_end_accepted(vllm_config):
+    refusals.check_vllm_config(vllm_config)
+
+
+def test_the_worker_refuses_a_config_changed_since(vllm_config, monkeypatch):
+    vllm_config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
+        refusals.check_vllm_config(vllm_config)
+    vllm_config.cache_config.cache_dtype = "auto"
+    with monkeypatch.context() as env:
+        env.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        with pytest.raises(ValueError, match="V1 runner would draft a chain"):
+            refusals.check_vllm_config(vllm_config)
+    vllm_config.speculative_config = None
+    with pytest.raises(
+        ValueError, match="must be a SpecInferConfig for this worker; got NoneType"
+    ):
+        refusals.check_vllm_config(vllm_config)
