@@ -350,6 +350,8 @@ def test_a_layer_without_a_window_is_accepted(window):
 
 @pytest.fixture
 def vllm_config(tmp_path):
+    # As in a CPU worker, where it must precede every import of worker.gpu.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm import EngineArgs
 
     return EngineArgs(

@@ -5,7 +5,7 @@ import re
 
 SUPPORTED = ("0.32", "0.33")
 
-# Every vLLM name that the package replaces, subclasses or calls, as module:attribute.
+# vLLM names that the package replaces, subclasses or fills in, as module:attribute.
 REQUIRED = (
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
     "vllm.config.speculative:SpeculativeConfig.create_draft_parallel_config",
@@ -19,11 +19,26 @@ REQUIRED = (
     "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
     "vllm.triton_utils.dispatcher:register_kernels",
     "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+)
+# Checked by the worker alone: on a CPU these must not be imported before its hooks.
+REQUIRED_IN_WORKER = (
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.propose",
+    "vllm.v1.worker.gpu.model_states:resolve_model_state_cls",
+    "vllm.v1.worker.gpu.model_states.interface:ModelSpecificAttnMetadata",
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs",
 )
 
 
-def unsupported_reason() -> str | None:
+def unsupported_reason(required: tuple[str, ...] = REQUIRED) -> str | None:
     """Why the installed vLLM cannot run specinfer.
+
+    Args:
+        required: vLLM names that must exist.
 
     Returns:
         One sentence that names what is installed and what is supported, or None.
@@ -35,7 +50,7 @@ def unsupported_reason() -> str | None:
     if match is None or match.group(1) not in SUPPORTED:
         supported = " or ".join(f"{release}.x" for release in SUPPORTED)
         return f"vLLM must be {supported} for method specinfer; got {version}"
-    for name in REQUIRED:
+    for name in required:
         if not _exists(name):
             return (
                 f"vLLM must have {name.replace(':', '.')} for method specinfer; got "

@@ -171,10 +171,10 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_specinfer.compat import unsupported_reason
+    from vllm_specinfer.compat import REQUIRED_IN_WORKER, unsupported_reason
     from vllm_specinfer.config import SpecInferConfig
 
-    refuse(unsupported_reason())
+    refuse(unsupported_reason(REQUIRED_IN_WORKER))
     spec = vllm_config.speculative_config
     if not isinstance(spec, SpecInferConfig):
         raise ValueError(
