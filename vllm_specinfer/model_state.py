@@ -1,0 +1,166 @@
+"""The target's model state: where trees enter and leave vLLM's step.
+
+Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
+1. `preprocess_state` lays the live trees over the batch's rows,
+2. `prepare_attn` hands each row's visibility to the attention builder,
+3. `prepare_inputs` returns depth positions,
+4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_specinfer.attention.cpu import CPUTreeAttentionMetadataBuilder
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.commit.compaction import commit_kv
+from vllm_specinfer.drafting.requests import DraftRequests
+from vllm_specinfer.tree.table import StepPlan, TreeTable
+from vllm_specinfer.verify.sampler import Accepted, TreeSampler
+
+
+class TreeAttnMetadata(ModelSpecificAttnMetadata):
+    """Adds a step's `TreeRows` to the tree builders' arguments."""
+
+    def __init__(self, rows: TreeRows) -> None:
+        self._rows = rows
+
+    def get_extra_attn_kwargs(
+        self, attn_metadata_builder: Any, num_reqs: int
+    ) -> dict[str, Any]:
+        """Keyword arguments for one builder; none for builders of others."""
+        if isinstance(attn_metadata_builder, CPUTreeAttentionMetadataBuilder):
+            return {"tree": self._rows}
+        return {}
+
+
+class TreeModelState(DefaultModelState):
+    """vLLM's default state plus the trees of the running requests."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+        *,
+        trees: TreeTable,
+        requests: DraftRequests,
+        draft_layer_names: set[str],
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self._trees = trees
+        self._requests = requests
+        self._draft_layer_names = draft_layer_names
+        self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
+        # One persistent buffer, so that captured graphs may read it.
+        self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64)
+        # Per KV cache group: block tables' slots and the target layers' caches.
+        self._block_tables: BlockTables | None = None
+        self._kv_caches: list[tuple[int, list[torch.Tensor]]] = []
+
+    def plan_of(self, input_batch: InputBatch) -> StepPlan | None:
+        """The plan made for exactly this batch; dummy batches have none."""
+        batch, plan = self._planned
+        return plan if batch is input_batch else None
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Start a request in a slot: whatever tree was there is stale."""
+        super().add_request(req_index, new_req_data)
+        self._trees.drop(req_index)
+        self._requests.add(req_index, new_req_data)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Remember the target layers' cache tensors, per KV cache group."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._block_tables = block_tables
+        self._kv_caches = []
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            names = [n for n in group.layer_names if n not in self._draft_layer_names]
+            caches = [layers[name].kv_cache for name in names]
+            self._kv_caches.append((block_tables.block_sizes[group_id], caches))
+
+    def preprocess_state(
+        self,
+        input_batch: InputBatch,
+        block_tables: tuple[torch.Tensor, ...],
+        kv_cache_config: KVCacheConfig,
+        num_computed_tokens: torch.Tensor,
+    ) -> None:
+        """Plan the step's trees."""
+        super().preprocess_state(
+            input_batch, block_tables, kv_cache_config, num_computed_tokens
+        )
+        slots = input_batch.idx_mapping_np
+        plan = self._trees.plan_step(
+            slots,
+            input_batch.num_draft_tokens_per_req,
+            input_batch.query_start_loc_np,
+            num_computed_tokens.numpy()[slots],
+        )
+        self._planned = (input_batch, plan)
+
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's attention metadata, with the visibility of tree rows."""
+        plan = self.plan_of(input_batch)
+        if plan is not None:
+            bits = plan.ancestor_bits(input_batch.num_tokens)
+            rows = TreeRows(
+                is_tree=torch.from_numpy(plan.is_tree),
+                context_lens=torch.from_numpy(plan.root_positions.astype(np.int32)),
+                ancestor_bits=torch.from_numpy(bits),
+                all_tree=plan.all_tree,
+            )
+            kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(rows)
+        return super().prepare_attn(input_batch, *args, **kwargs)
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, Any]:
+        """Model inputs, with positions by depth (siblings share one)."""
+        inputs = super().prepare_inputs(input_batch, req_states)
+        plan = self.plan_of(input_batch)
+        if plan is None:
+            return inputs
+        positions = self._positions[: input_batch.num_tokens_after_padding]
+        positions.copy_(input_batch.positions)
+        plan.fill_positions(positions.numpy())
+        return {**inputs, "positions": positions}
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """vLLM's sampler for plain rows, ours for trees."""
+        return sampler, TreeSampler(sampler, self.plan_of, self.commit)
+
+    def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
+        """Move accepted rows' K/V to the slots right after the root, in all layers.
+
+        Args:
+            input_batch: The verified batch; its slot mappings are still in place.
+            accepted: Per batch index the accepted rows, from depth 1 down.
+        """
+        sources, targets = [], []
+        for i, path in accepted.items():
+            start = int(input_batch.query_start_loc_np[i])
+            for depth, row in enumerate(path, start=1):
+                if row != depth:
+                    sources.append(start + row)
+                    targets.append(start + depth)
+        if not sources:
+            return
+        for group_id, (block_size, caches) in enumerate(self._kv_caches):
+            if caches:
+                mapping = self._block_tables.slot_mappings[group_id]
+                commit_kv(caches, mapping[sources], mapping[targets], block_size)

@@ -1,0 +1,30 @@
+"""Workers: the one place where the speculator enters vLLM's runner."""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_specinfer import refusals
+from vllm_specinfer.hooks import cpu_v2
+
+
+class SpecInferCPUWorker(CPUWorker):
+    """vLLM's CPU worker with Model Runner V2, tree attention and tree drafting."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        cpu_v2.enable_in_worker()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        """Build the runner, then put the tree speculator into it."""
+        from vllm_specinfer.attention import cpu as cpu_attention
+        from vllm_specinfer.speculator import TreeSpeculator
+
+        refusals.check_vllm_config(self.vllm_config)
+        # Before the model is built: vLLM caches the backend per process.
+        cpu_attention.register()
+        super().init_device()
+        runner = self.model_runner
+        runner.speculator = TreeSpeculator(
+            self.vllm_config, self.device, runner.req_states
+        )
