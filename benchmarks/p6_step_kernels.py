@@ -1,0 +1,125 @@
+"""Plain decoding on Model Runner V2 with the CPU kernels against vLLM's V1 runner.
+
+One engine at a time, in a process of its own, V1 and V2 in turn; the ratio is of the
+medians over the repeats. Run as
+
+    python benchmarks/p6_step_kernels.py --model FOLDER [--repeats 3] [--tokens 128]
+
+and read "V2/V1": at least 0.98 means that the kernels cost nothing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+PROMPT_TOKENS = 64
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode in this process; the second and later passes are timed."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    kwargs: dict[str, Any] = {}
+    if args.runner == "v2":
+        from vllm_specinfer.hooks import cpu_v2
+
+        cpu_v2.enable_in_frontend()
+        kwargs["worker_cls"] = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        args.model,
+        enforce_eager=args.mode == "eager",
+        max_model_len=PROMPT_TOKENS + args.tokens + 32,
+        max_num_seqs=args.batch,
+        enable_prefix_caching=False,
+        **kwargs,
+    )
+    sampling = SamplingParams(
+        temperature=args.temperature, max_tokens=args.tokens, ignore_eos=True
+    )
+    vocab = llm.get_tokenizer().vocab_size
+    prompts = [
+        {"prompt_token_ids": [(i * 7919 + j * 104729) % vocab for j in range(64)]}
+        for i in range(args.batch)
+    ]
+    rates = []
+    tokens: list[list[int]] = []
+    for _ in range(1 + args.passes):
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        rates.append(args.batch * args.tokens / elapsed)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return {"tokens_per_s": statistics.median(rates[1:]), "tokens": tokens}
+
+
+def measure_in_subprocess(
+    args: argparse.Namespace, mode: str, batch: int, runner: str
+) -> dict[str, Any]:
+    """Run ``measure`` in a fresh process and read its last line."""
+    command = [sys.executable, __file__, "--model", args.model, "--measure"]
+    for option, value in (
+        ("--runner", runner),
+        ("--mode", mode),
+        ("--batch", batch),
+        ("--tokens", args.tokens),
+        ("--passes", args.passes),
+        ("--temperature", args.temperature),
+    ):
+        command += [option, str(value)]
+    environment = {k: v for k, v in os.environ.items() if "V2_MODEL_RUNNER" not in k}
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise RuntimeError(run.stderr[-3000:])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=3, help="processes per runner")
+    parser.add_argument("--passes", type=int, default=3, help="timed per process")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--runner", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    if args.measure:
+        print(json.dumps(measure(args)))
+        return
+    print("mode      batch  V1 tok/s  V2 tok/s  V2/V1  same greedy text")
+    for mode in args.modes:
+        for batch in args.batches:
+            rates: dict[str, list[float]] = {"v1": [], "v2": []}
+            texts: dict[str, list[list[int]]] = {}
+            for repeat in range(args.repeats):
+                order = ("v1", "v2") if repeat % 2 == 0 else ("v2", "v1")
+                for runner in order:
+                    result = measure_in_subprocess(args, mode, batch, runner)
+                    rates[runner].append(result["tokens_per_s"])
+                    texts[runner] = result["tokens"]
+            v1, v2 = (statistics.median(rates[runner]) for runner in ("v1", "v2"))
+            same = "-" if args.temperature else str(texts["v1"] == texts["v2"])
+            print(
+                f"{mode:9} {batch:5}  {v1:8.1f}  {v2:8.1f}  {v2 / v1:5.3f}  {same}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Each CPU step kernel gives what vLLM's Triton kernel gives on random inputs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import step_kernel_cases
+import torch
+
+from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.kernels.cpu import step_kernels
+
+_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    output = tmp_path_factory.mktemp("references") / "references.pt"
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
+    run = subprocess.run(
+        [sys.executable, step_kernel_cases.__file__, output],
+        env=os.environ | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return torch.load(output)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replaced_kernels() -> Iterator[None]:
+    before = os.environ.get(_RUNNER_ENV)
+    cpu_v2.enable_in_worker()
+    # Later engines of this process keep the runner they would have had.
+    cpu_v2.disable_in_frontend()
+    if before is None:
+        os.environ.pop(_RUNNER_ENV, None)
+    yield
+
+
+@pytest.mark.parametrize("name", step_kernel_cases.CASES)
+def test_replacement_equals_the_triton_kernel(
+    references: dict[str, list[dict]], name: str
+) -> None:
+    for got, expected in zip(
+        step_kernel_cases.run(name), references[name], strict=True
+    ):
+        assert got.keys() == expected.keys()
+        for key, reference in expected.items():
+            # A leading ~ marks sums whose order the two may choose differently.
+            exact = not key.startswith("~")
+            torch.testing.assert_close(
+                got[key],
+                reference,
+                rtol=0,
+                atol=0 if exact else 2e-5,
+                equal_nan=True,
+                msg=lambda text, key=key: f"{key}: {text}",
+            )
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.v1.worker.gpu import input_batch
+
+    kernel = input_batch._post_update_kernel
+    cpu_v2.enable_in_worker()
+    cpu_v2.disable_in_frontend()
+    assert input_batch._post_update_kernel is kernel
+
+
+def test_a_kernel_that_vllm_lacks_is_named_with_the_version() -> None:
+    import vllm
+
+    with pytest.raises(RuntimeError, match="input_batch._vanished_kernel") as error:
+        step_kernels.register({"input_batch.vanished": lambda: None})
+    assert vllm.__version__ in str(error.value)
