@@ -1,0 +1,29 @@
+"""What a tree adds to a step's attention metadata.
+
+Dimension legend: R requests, T flat query rows of the step, W 64-bit words per row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Which KV positions each query row sees, for requests whose rows form a tree.
+
+    Row t of request r sees the positions below `context_lens[r]`, and position
+    `context_lens[r] + j` where bit j % 64 of word j // 64 of its bits is set. The rows
+    need not be the last positions of the request.
+
+    Attributes:
+        is_tree: [R] bool; the rows of other requests are ordinary causal ones.
+        context_lens: [R] int32.
+        ancestor_bits: [T, W] int64.
+        all_tree: `is_tree` holds everywhere, so nothing else needs to run.
+    """
+
+    is_tree: torch.Tensor
+    context_lens: torch.Tensor
+    ancestor_bits: torch.Tensor
+    all_tree: bool = False

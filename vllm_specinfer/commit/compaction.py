@@ -1,0 +1,54 @@
+"""K/V commit: the accepted path moves to consecutive slots in every layer.
+
+Dimension legend: L layers, M moved tokens, P positions per block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu.page_layout import PLAIN_ISAS, page_layout
+
+
+def commit_kv(
+    kv_caches: Sequence[torch.Tensor],
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    isa: str,
+) -> None:
+    """Copy the K/V of slot src[i] to slot dst[i]; all are read before any is written.
+
+    Args:
+        kv_caches: L tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; head
+            sizes may differ, and a tensor that layers share is moved once.
+        src_slots: [M] int64.
+        dst_slots: [M] int64, distinct.
+        isa: `layer.isa`, which decides the cache's arrangement.
+    """
+    kernels = extension.load() if isa in PLAIN_ISAS else None
+    if kernels is None:
+        commit_kv_ref(kv_caches, src_slots, dst_slots, isa)
+        return
+    block_size = kv_caches[0].shape[2]
+    kernels.commit_kv(list(kv_caches), src_slots, dst_slots, block_size)
+
+
+def commit_kv_ref(
+    kv_caches: Sequence[torch.Tensor],
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    isa: str,
+) -> None:
+    """`commit_kv` in plain torch, for every cache layout."""
+    for kv_cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
+        _, _, block_size, width = kv_cache.shape
+        layout = page_layout(isa, kv_cache.dtype, block_size, width // 2)
+        # [P, 2 * D]: every item of one position, K and V.
+        items = torch.cat([layout.key, layout.value], dim=1)
+        pages = kv_cache.view(*kv_cache.shape[:2], -1)
+        heads = torch.arange(kv_cache.shape[1])[None, :, None]
+        src = (src_slots // block_size)[:, None, None]
+        dst = (dst_slots // block_size)[:, None, None]
+        moved = pages[src, heads, items[src_slots % block_size][:, None]].clone()
+        pages[dst, heads, items[dst_slots % block_size][:, None]] = moved

@@ -1,0 +1,115 @@
+// Checks the tensors, takes their pointers and strides, runs the kernels without GIL.
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <unordered_set>
+
+#include "commit.cpp"
+#include "tree_attention.cpp"
+
+namespace {
+
+using at::Tensor;
+
+void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& out,
+                    const Tensor& block_table, const Tensor& query_start_loc,
+                    const Tensor& seq_lens, const Tensor& is_tree,
+                    const Tensor& context_lens, const Tensor& ancestor_bits,
+                    double scale, double softcap, const std::optional<Tensor>& sinks) {
+  const int64_t R = is_tree.size(0), D = query.size(2);
+  const auto type = query.scalar_type();
+  for (const Tensor* t : {&block_table, &query_start_loc, &seq_lens, &context_lens})
+    TORCH_CHECK(t->scalar_type() == at::kInt && t->stride(-1) == 1,
+                "index tensors must be contiguous int32; got ", t->scalar_type());
+  TORCH_CHECK(ancestor_bits.scalar_type() == at::kLong && ancestor_bits.dim() == 2 &&
+                  ancestor_bits.stride(1) == 1 &&
+                  ancestor_bits.size(0) <= query.size(0),
+              "ancestor_bits must be int64 [T, W] with T <= ", query.size(0));
+  TORCH_CHECK(is_tree.scalar_type() == at::kBool && is_tree.is_contiguous(),
+              "is_tree must be contiguous bool; got ", is_tree.scalar_type());
+  TORCH_CHECK(query_start_loc.size(0) > R && seq_lens.size(0) >= R &&
+                  context_lens.size(0) >= R && block_table.size(0) >= R,
+              "every request tensor must have a row for each of ", R, " requests");
+  TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.size(3) == 2 * D &&
+                  kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * D &&
+                  kv_cache.size(2) % 16 == 0 && D % 16 == 0,
+              "kv_cache must be [B, Hkv, bs, 2 * ", D, "] with whole pages; got ",
+              kv_cache.sizes());
+  TORCH_CHECK(kv_cache.scalar_type() == type && out.scalar_type() == type,
+              "kv_cache and out must be ", type, "; got ", kv_cache.scalar_type());
+  TORCH_CHECK(query.stride(2) == 1 && out.dim() == 3 && out.stride(2) == 1 &&
+                  out.sizes() == query.sizes(),
+              "query and out must be [T, H, D] with dense heads");
+  TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0, "query heads must be a multiple",
+              " of ", kv_cache.size(1), "; got ", query.size(1));
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
+              "sinks must be contiguous float32");
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kBFloat16, at::kHalf, type, "tree_attention", [&] {
+        if constexpr (!std::is_same_v<scalar_t, double>) {
+          tree::Step<scalar_t> step{
+              query.const_data_ptr<scalar_t>(), kv_cache.const_data_ptr<scalar_t>(),
+              out.mutable_data_ptr<scalar_t>(), block_table.const_data_ptr<int32_t>(),
+              query_start_loc.const_data_ptr<int32_t>(),
+              seq_lens.const_data_ptr<int32_t>(),
+              context_lens.const_data_ptr<int32_t>(), is_tree.const_data_ptr<bool>(),
+              ancestor_bits.const_data_ptr<int64_t>(),
+              sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
+              query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
+              kv_cache.stride(1), block_table.stride(0), ancestor_bits.stride(0),
+              (int)R, (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)),
+              (int)D, (int)kv_cache.size(2), (int)ancestor_bits.size(1), (float)scale,
+              (float)softcap};
+          pybind11::gil_scoped_release no_gil;
+          tree::run(step);
+        } else {
+          TORCH_CHECK(false, "query must be float32, bfloat16 or float16");
+        }
+      });
+}
+
+void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
+               const Tensor& dst_slots, int64_t block_size) {
+  TORCH_CHECK(src_slots.scalar_type() == at::kLong && src_slots.is_contiguous() &&
+                  dst_slots.scalar_type() == at::kLong && dst_slots.is_contiguous() &&
+                  src_slots.numel() == dst_slots.numel(),
+              "src_slots and dst_slots must be contiguous int64 of one length");
+  std::vector<commit::Move> moves;
+  int64_t num_slots = INT64_MAX;
+  for (const Tensor& cache : kv_caches)
+    num_slots = std::min(num_slots, cache.size(0) * block_size);
+  const int64_t *src = src_slots.const_data_ptr<int64_t>(),
+                *dst = dst_slots.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < src_slots.numel(); ++i) {
+    if (src[i] == dst[i] || src[i] < 0 || dst[i] < 0) continue;
+    TORCH_CHECK(src[i] < num_slots && dst[i] < num_slots, "slots must be below ",
+                num_slots, "; got ", src[i], " -> ", dst[i]);
+    moves.push_back({src[i] / block_size, src[i] % block_size, dst[i] / block_size,
+                     dst[i] % block_size});
+  }
+  if (moves.empty()) return;
+  std::vector<commit::Cache> caches;
+  std::unordered_set<const void*> seen;
+  for (const Tensor& t : kv_caches) {
+    TORCH_CHECK(t.dim() == 4 && t.size(2) == block_size && t.stride(3) == 1 &&
+                    t.stride(2) == t.size(3) &&
+                    (t.element_size() == 2 || t.element_size() == 4),
+                "a kv_cache must be [B, Hkv, ", block_size,
+                ", 2 * D] of 2 or 4 byte items with whole pages; got ", t.sizes());
+    if (!seen.insert(t.data_ptr()).second) continue;
+    const int64_t item = t.element_size();
+    caches.push_back({(char*)t.data_ptr(), t.stride(0) * item, t.stride(1) * item,
+                      (int)t.size(1), (int)t.size(3) / 2, (int)block_size, (int)item});
+  }
+  pybind11::gil_scoped_release no_gil;
+  commit::run(caches, moves);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("tree_attention", &tree_attention);
+  m.def("commit_kv", &commit_kv);
+}

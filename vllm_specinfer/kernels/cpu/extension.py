@@ -1,0 +1,99 @@
+"""Builds the C++ kernels on first use and keeps them for later processes."""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_NAME = "specinfer_cpu"
+_SOURCES = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++20", "-fPIC", "-shared")
+
+
+@lru_cache(maxsize=1)
+def load() -> ModuleType | None:
+    """The compiled kernels, or None where no C++ compiler can build them.
+
+    The first call on a machine compiles for about 30 seconds. A build is written
+    under a temporary name and renamed, so processes that build at once do not meet
+    and one that is killed leaves nothing that others would wait for.
+    """
+    try:
+        path = _library()
+        if not path.exists():
+            _build(path)
+        return _import(path)
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        logger.warning(
+            "The C++ kernels of specinfer could not be built; tree attention and the "
+            "KV commit run in plain torch, which is slower: %s",
+            detail[-2000:],
+        )
+        return None
+
+
+def _library() -> Path:
+    """Where the library of these sources, this torch and this CPU lives."""
+    key = hashlib.sha256()
+    for source in sorted(_SOURCES.glob("*.cpp")):
+        key.update(source.read_bytes())
+    key.update(repr((_FLAGS, torch.__version__, sys.version, _cpu())).encode())
+    root = os.environ.get("VLLM_CACHE_ROOT") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm"
+    )
+    return Path(root, "specinfer", f"{_NAME}-{key.hexdigest()[:16]}.so")
+
+
+def _cpu() -> str:
+    """What -march=native looks at: caches are shared between unequal machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(line for line in lines[:64] if line.startswith(("flags", "model")))
+
+
+def _build(path: Path) -> None:
+    # Imported here: it costs as much as the rest of this module together.
+    from torch.utils.cpp_extension import include_paths
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    includes = [*include_paths(), sysconfig.get_paths()["include"]]
+    libraries = Path(torch.__file__).parent / "lib"
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = Path(folder, path.name)
+        command = [
+            os.environ.get("CXX", "g++"),
+            *_FLAGS,
+            f"-DTORCH_EXTENSION_NAME={_NAME}",
+            *(f"-I{include}" for include in includes),
+            str(_SOURCES / "bindings.cpp"),
+            "-o",
+            str(output),
+            f"-L{libraries}",
+            *("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
+        ]
+        logger.info("Building the C++ kernels of specinfer: %s", " ".join(command))
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(output, path)
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
