@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from vllm.v1.attention import selector
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionLayer,
+    AttentionType,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -22,6 +26,7 @@ from vllm.v1.attention.backends.registry import (
 )
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 
 
@@ -78,10 +83,14 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Built while the model is, so that no step waits for a compiler.
+        extension.load()
         self._float_sinks: torch.Tensor | None = None
 
     def tree_unsupported_reason(self) -> str | None:
         """Why this layer's rows cannot form trees, or None."""
+        if self.attn_type != AttentionType.DECODER:
+            return f"attention must be a decoder's for trees; got {self.attn_type}"
         if self.sliding_window != -1:
             return f"sliding window must be off for trees; got {self.sliding_window}"
         if self.alibi_slopes is not None:

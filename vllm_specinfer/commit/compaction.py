@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_specinfer.kernels.cpu import extension
-from vllm_specinfer.kernels.cpu.page_layout import PLAIN_ISAS, page_layout
+from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
 
 
 def commit_kv(
@@ -20,17 +20,30 @@ def commit_kv(
     """Copy the K/V of slot src[i] to slot dst[i]; all are read before any is written.
 
     Args:
-        kv_caches: L tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; head
-            sizes may differ, and a tensor that layers share is moved once.
-        src_slots: [M] int64.
+        kv_caches: L tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; Hkv and
+            D may differ, and a tensor that layers share is moved once.
+        src_slots: [M] int64. Moves onto themselves or with a negative slot (padding)
+            are skipped.
         dst_slots: [M] int64, distinct.
-        isa: `layer.isa`, which decides the cache's arrangement.
+        isa: `layer.isa`, which decides the caches' arrangement.
+
+    Raises:
+        ValueError: The caches have more than one P.
     """
-    kernels = extension.load() if isa in PLAIN_ISAS else None
+    if not kv_caches:
+        return
+    block_size = kv_caches[0].shape[2]
+    for cache in kv_caches:
+        if cache.shape[2] != block_size:
+            raise ValueError(
+                f"KV caches must share a block size; got {block_size} and "
+                f"{cache.shape[2]}"
+            )
+    plain = all(_layout(cache, isa).is_plain for cache in kv_caches)
+    kernels = extension.load() if plain else None
     if kernels is None:
         commit_kv_ref(kv_caches, src_slots, dst_slots, isa)
         return
-    block_size = kv_caches[0].shape[2]
     kernels.commit_kv(list(kv_caches), src_slots, dst_slots, block_size)
 
 
@@ -41,9 +54,11 @@ def commit_kv_ref(
     isa: str,
 ) -> None:
     """`commit_kv` in plain torch, for every cache layout."""
+    real = (src_slots >= 0) & (dst_slots >= 0)
+    src_slots, dst_slots = src_slots[real], dst_slots[real]
     for kv_cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
-        _, _, block_size, width = kv_cache.shape
-        layout = page_layout(isa, kv_cache.dtype, block_size, width // 2)
+        block_size = kv_cache.shape[2]
+        layout = _layout(kv_cache, isa)
         # [P, 2 * D]: every item of one position, K and V.
         items = torch.cat([layout.key, layout.value], dim=1)
         pages = kv_cache.view(*kv_cache.shape[:2], -1)
@@ -52,3 +67,8 @@ def commit_kv_ref(
         dst = (dst_slots // block_size)[:, None, None]
         moved = pages[src, heads, items[src_slots % block_size][:, None]].clone()
         pages[dst, heads, items[dst_slots % block_size][:, None]] = moved
+
+
+def _layout(kv_cache: torch.Tensor, isa: str) -> PageLayout:
+    _, _, block_size, width = kv_cache.shape
+    return page_layout(isa, kv_cache.dtype, block_size, width // 2)

@@ -4,13 +4,10 @@ Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 """
 
 import torch
-from vllm.logger import init_logger
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.kernels.cpu import extension
-from vllm_specinfer.kernels.cpu.page_layout import PLAIN_ISAS, page_layout
-
-logger = init_logger(__name__)
+from vllm_specinfer.kernels.cpu.page_layout import page_layout
 
 
 def tree_attention(
@@ -41,14 +38,9 @@ def tree_attention(
         sinks: [H] float32 sink logits.
         isa: `layer.isa`, which decides the cache's arrangement.
     """
-    kernels = extension.load() if isa in PLAIN_ISAS else None
+    layout = page_layout(isa, kv_cache.dtype, kv_cache.shape[2], query.shape[2])
+    kernels = extension.load() if layout.is_plain else None
     if kernels is None:
-        if isa not in PLAIN_ISAS:
-            logger.warning_once(
-                "The C++ tree attention does not know the KV layout of the %s kernel; "
-                "tree rows run in plain torch, which is slower.",
-                isa,
-            )
         tree_attention_ref(
             query,
             kv_cache,

@@ -1,0 +1,454 @@
+"""Tree attention on CPU against ordinary attention over each node's path.
+
+Dimension legend: R requests, N rows of one request, H query heads, S KV positions,
+D head size.
+"""
+
+import random
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_specinfer.attention import cpu
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
+from vllm_specinfer.kernels.cpu.tree_attention import (
+    tree_attention,
+    tree_attention_ref,
+)
+
+current_platform.import_kernels()
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+def random_parents(num_rows: int, seed: int) -> list[int]:
+    """Parent row of each row but the root; wide and deep trees mixed."""
+    rng = random.Random(seed)
+    return [-1] + [rng.randint(max(0, i - 6), i - 1) for i in range(1, num_rows)]
+
+
+def chain(num_rows: int) -> list[int]:
+    return list(range(-1, num_rows - 1))
+
+
+@dataclass
+class Request:
+    """One request: `parents[j]` is the parent of the KV position context + j."""
+
+    context: int
+    parents: list[int]
+    is_tree: bool = True
+    rows: list[int] = field(default_factory=list)  # which nodes are query rows
+
+    def __post_init__(self):
+        self.rows = self.rows or list(range(len(self.parents)))
+        self.seq_len = self.context + len(self.parents)
+
+    def path(self, node: int) -> list[int]:
+        """KV positions that a node sees: the context, its ancestors, itself."""
+        nodes = []
+        while node >= 0:
+            nodes.append(self.context + node)
+            node = self.parents[node]
+        return [*range(self.context), *reversed(nodes)]
+
+
+class Batch:
+    """Requests in a paged cache that vLLM's own operator has written."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        dtype: torch.dtype = torch.float32,
+        head_size: int = 64,
+        num_kv_heads: int = 2,
+        group: int = 2,
+        block_size: int = 32,
+        seed: int = 0,
+        unwritten: float = torch.nan,
+    ):
+        torch.manual_seed(seed)
+        self.requests, self.block_size = requests, block_size
+        self.isa = cpu_attn._get_attn_isa(dtype, block_size, head_size)
+        width = max(-(-r.seq_len // block_size) for r in requests)
+        num_blocks = len(requests) * width + 3
+        # Reading a slot that nobody wrote shows; the stock kernel does read them.
+        self.kv_cache = torch.full(
+            (num_blocks, num_kv_heads, block_size, 2 * head_size), unwritten
+        ).to(dtype)
+        blocks = torch.randperm(num_blocks)[: len(requests) * width]
+        self.block_table = blocks.view(len(requests), width).int()
+        self.keys, self.values = [], []
+        for i, request in enumerate(requests):
+            shape = (request.seq_len, num_kv_heads, head_size)
+            key, value = torch.randn(2, *shape).to(dtype)
+            self.write(i, key, value)
+            self.keys.append(key)
+            self.values.append(value)
+        counts = torch.tensor([0, *(len(r.rows) for r in requests)])
+        self.query_start_loc = counts.cumsum(0).int()
+        self.seq_lens = torch.tensor([r.seq_len for r in requests]).int()
+        num_rows = int(self.query_start_loc[-1])
+        num_heads = num_kv_heads * group
+        # Strided like the query part of a fused QKV projection.
+        fused = torch.randn(num_rows, num_heads + 2, head_size).to(dtype)
+        self.query = fused[:, 1:-1]
+        self.scale = head_size**-0.5
+
+    def write(self, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        positions = torch.arange(len(key))
+        block_ids = self.block_table[i].long()[positions // self.block_size]
+        slots = block_ids * self.block_size + positions % self.block_size
+        num_blocks, num_heads, block_size, width = self.kv_cache.shape
+        pages = self.kv_cache.view(num_blocks, num_heads, 2 * block_size, width // 2)
+        ops.cpu_attn_reshape_and_cache(key, value, *pages.chunk(2, 2), slots, self.isa)
+
+    def tree_rows(self, num_words: int | None = None) -> TreeRows:
+        requests = self.requests
+        num_words = num_words or -(-max(len(r.parents) for r in requests) // 64)
+        bits = torch.zeros(len(self.query), num_words, dtype=torch.int64)
+        row = 0
+        for request in requests:
+            for node in request.rows:
+                if request.is_tree:
+                    for position in request.path(node)[request.context :]:
+                        j = position - request.context
+                        bits[row, j // 64] |= 1 << (j % 64) if j % 64 < 63 else -(2**63)
+                row += 1
+        return TreeRows(
+            is_tree=torch.tensor([r.is_tree for r in requests]),
+            context_lens=torch.tensor([r.context for r in requests]).int(),
+            ancestor_bits=bits,
+            all_tree=all(r.is_tree for r in requests),
+        )
+
+    def expected(self, softcap: float = 0.0, sinks: torch.Tensor | None = None):
+        """[rows, H, D] float64: attention of each row over its path alone."""
+        out = []
+        for i, request in enumerate(self.requests):
+            for row, node in enumerate(request.rows, int(self.query_start_loc[i])):
+                path = request.path(node)
+                group = self.query.shape[1] // self.keys[i].shape[1]
+                key = self.keys[i][path].double().repeat_interleave(group, 1)
+                value = self.values[i][path].double().repeat_interleave(group, 1)
+                q = self.query[row].double()
+                scores = torch.einsum("hd,shd->hs", q, key) * self.scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.double()[:, None]], 1)
+                weights = torch.softmax(scores, 1)[:, : len(path)]
+                out.append(torch.einsum("hs,shd->hd", weights, value))
+        return torch.stack(out)
+
+    def run(self, kernel=tree_attention, softcap=0.0, sinks=None, num_words=None):
+        """[rows, H, D]: the kernel's output, NaN where it wrote nothing."""
+        rows = self.tree_rows(num_words)
+        out = torch.full_like(self.query, torch.nan)
+        kernel(
+            self.query,
+            self.kv_cache,
+            out,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+            rows,
+            self.scale,
+            softcap,
+            sinks,
+            self.isa,
+        )
+        return out
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (out.double() - expected).abs().max().item()
+    assert error < TOLERANCE[out.dtype], error
+
+
+KERNELS = [tree_attention, tree_attention_ref]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built():
+    assert extension.load() is not None, "these tests are about the C++ kernel"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_size", "num_kv_heads", "group", "block_size"),
+    [(32, 1, 1, 32), (64, 3, 3, 128), (80, 2, 4, 64), (112, 4, 1, 32), (256, 1, 8, 32)],
+)
+def test_a_row_equals_attention_over_its_path(
+    kernel, dtype, head_size, num_kv_heads, group, block_size
+):
+    requests = [
+        Request(context, random_parents(rows, seed=rows))
+        for context, rows in ((131, 9), (5, 1), (64, 21), (0, 12), (300, 4))
+    ]
+    shape = (head_size, num_kv_heads, group, block_size)
+    batch = Batch(requests, dtype, *shape)
+    assert_close(batch.run(kernel), batch.expected())
+
+
+@pytest.mark.parametrize("head_size", [96, 128, 160, 192, 224, 512])
+def test_every_head_size_of_the_stock_kernel_runs(head_size):
+    batch = Batch([Request(40, random_parents(11, 1))], head_size=head_size)
+    assert_close(batch.run(), batch.expected())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("num_rows", [63, 64, 65, 130])
+def test_trees_beyond_one_word(kernel, num_rows):
+    batch = Batch([Request(100, random_parents(num_rows, seed=num_rows))])
+    assert_close(batch.run(kernel), batch.expected())
+
+
+def test_words_beyond_the_tree_change_nothing():
+    batch = Batch([Request(70, random_parents(20, 3))])
+    assert torch.equal(batch.run(num_words=5), batch.run())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_drafting_level_sees_earlier_nodes_that_are_no_rows(kernel):
+    requests = [
+        Request(90, random_parents(33, 5), rows=list(range(25, 33))),
+        Request(17, random_parents(12, 6), rows=[3, 7, 9]),
+        Request(64, random_parents(80, 7), rows=[2, 66, 79]),
+    ]
+    batch = Batch(requests)
+    assert_close(batch.run(kernel), batch.expected())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_softcap(kernel):
+    batch = Batch([Request(77, random_parents(10, 8))])
+    out = batch.run(kernel, softcap=0.5)
+    assert_close(out, batch.expected(softcap=0.5))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sinks(kernel):
+    batch = Batch([Request(77, random_parents(10, 9))])
+    sinks = torch.linspace(-2, 6, batch.query.shape[1])
+    out = batch.run(kernel, sinks=sinks)
+    assert_close(out, batch.expected(sinks=sinks))
+
+
+def test_large_scores_do_not_overflow():
+    batch = Batch([Request(200, random_parents(12, 10))])
+    batch.scale = 40.0
+    error = (batch.run().double() - batch.expected()).abs().max()
+    assert error < 1e-3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_of_other_requests_stay(kernel):
+    requests = [
+        Request(50, chain(6), is_tree=False),
+        Request(40, random_parents(7, 11)),
+        Request(30, chain(3), is_tree=False),
+    ]
+    out = Batch(requests).run(kernel)
+    assert out[:6].isnan().all() and out[13:].isnan().all()
+    assert not out[6:13].isnan().any()
+
+
+def test_layers_may_share_one_raw_buffer():
+    batch = Batch([Request(130, random_parents(9, 12))])
+    expected = batch.run()
+    wide = torch.full((len(batch.kv_cache), 3, *batch.kv_cache.shape[1:]), torch.nan)
+    wide[:, 1] = batch.kv_cache
+    batch.kv_cache = wide[:, 1]
+    assert torch.equal(batch.run(), expected)
+
+
+def test_a_layout_other_than_plain_goes_through_index_tables(monkeypatch):
+    """Pages that hold V before K, as no instruction set of this machine does."""
+    batch = Batch([Request(70, random_parents(8, 13))])
+    _, _, block_size, width = batch.kv_cache.shape
+    plain = page_layout(batch.isa, batch.kv_cache.dtype, block_size, width // 2)
+    halves = batch.kv_cache.flatten(2).unflatten(2, (2, -1))
+    batch.kv_cache = halves.flip(2).reshape(batch.kv_cache.shape)
+    half = halves.shape[-1]
+    swapped = PageLayout(plain.key + half, plain.value - half, is_plain=False)
+    monkeypatch.setattr(
+        sys.modules[tree_attention.__module__], "page_layout", lambda *_: swapped
+    )
+    assert_close(batch.run(), batch.expected())
+
+
+# The backend: metadata builder, implementation, registration.
+
+
+def make_builder(batch: Batch) -> cpu.CPUTreeAttentionMetadataBuilder:
+    _, num_kv_heads, block_size, width = batch.kv_cache.shape
+    num_heads = batch.query.shape[1]
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=batch.query.dtype, get_num_attention_heads=lambda _: num_heads
+        ),
+        parallel_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=width // 2,
+        dtype=batch.query.dtype,
+    )
+    return cpu.CPUTreeAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
+
+
+def make_impl(batch: Batch, monkeypatch, cls=cpu.CPUTreeAttentionImpl, **kwargs):
+    model_config = SimpleNamespace(dtype=batch.query.dtype)
+    monkeypatch.setattr(
+        cpu_attn,
+        "get_current_vllm_config",
+        lambda: SimpleNamespace(model_config=model_config),
+    )
+    args = {
+        "num_heads": batch.query.shape[1],
+        "head_size": batch.query.shape[2],
+        "scale": batch.scale,
+        "num_kv_heads": batch.kv_cache.shape[1],
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+    }
+    return cls(**(args | kwargs))
+
+
+def build(batch: Batch, tree: TreeRows | None):
+    lens = batch.query_start_loc.diff()
+    common = CommonAttentionMetadata(
+        query_start_loc=batch.query_start_loc,
+        query_start_loc_cpu=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        num_reqs=len(lens),
+        num_actual_tokens=len(batch.query),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(batch.seq_lens.max()),
+        block_table_tensor=batch.block_table,
+        slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
+    )
+    return make_builder(batch).build(0, common, tree=tree)
+
+
+def forward(batch: Batch, impl, metadata) -> torch.Tensor:
+    layer = SimpleNamespace(isa=batch.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    out = torch.full(batch.query.shape, torch.nan, dtype=batch.query.dtype)
+    query = batch.query.contiguous()
+    impl.forward(layer, query, query, query, batch.kv_cache, metadata, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chain_equals_the_stock_kernel(dtype, monkeypatch):
+    batch = Batch([Request(150, chain(9)), Request(33, chain(20))], dtype, unwritten=0)
+    impl = make_impl(batch, monkeypatch)
+    stock = forward(batch, impl, build(batch, None))
+    tree = forward(batch, impl, build(batch, batch.tree_rows()))
+    assert_close(tree, stock.double())
+
+
+@pytest.mark.parametrize("extra", [{}, {"logits_soft_cap": 0.7}, {"sinks": True}])
+def test_a_mixed_batch_runs_both_kernels(extra, monkeypatch):
+    requests = [
+        Request(50, random_parents(8, 14)),
+        Request(20, chain(40), is_tree=False),
+        Request(100, random_parents(30, 15)),
+        Request(64, chain(1), is_tree=False),
+    ]
+    batch = Batch(requests, torch.bfloat16, unwritten=0)
+    if "sinks" in extra:
+        extra = {"sinks": torch.linspace(-1, 4, 4).bfloat16()}
+    out = forward(
+        batch, make_impl(batch, monkeypatch, **extra), build(batch, batch.tree_rows())
+    )
+    expected = batch.expected(extra.get("logits_soft_cap", 0.0), extra.get("sinks"))
+    assert_close(out, expected)
+
+
+def test_a_step_of_trees_only_does_not_run_the_stock_kernel(monkeypatch):
+    batch = Batch([Request(50, random_parents(8, 16)), Request(9, chain(2))])
+    impl = make_impl(batch, monkeypatch)
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("stock kernel called")
+
+    monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", refuse)
+    monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", refuse)
+    out = forward(batch, impl, build(batch, batch.tree_rows()))
+    assert_close(out, batch.expected())
+
+
+def test_a_step_without_trees_is_the_stock_step(monkeypatch):
+    batch = Batch([Request(50, chain(8), is_tree=False)], unwritten=0)
+    metadata = build(batch, None)
+    assert type(metadata) is cpu_attn.CPUAttentionMetadata
+    stock = make_impl(batch, monkeypatch, cpu_attn.CPUAttentionBackendImpl)
+    ours = make_impl(batch, monkeypatch)
+    expected = forward(batch, stock, metadata)
+    assert torch.equal(forward(batch, ours, metadata), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [
+        ({"sliding_window": 16}, "sliding window"),
+        ({"alibi_slopes": [0.1] * 4}, "ALiBi"),
+        ({"kv_cache_dtype": "fp8"}, "fp8"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "decoder"),
+    ],
+)
+def test_what_trees_cannot_run_is_refused_only_for_tree_rows(option, word, monkeypatch):
+    batch = Batch([Request(50, random_parents(8, 17))])
+    impl = make_impl(batch, monkeypatch, **option)
+    assert word in impl.tree_unsupported_reason()
+    assert make_impl(batch, monkeypatch).tree_unsupported_reason() is None
+    with pytest.raises(ValueError, match=word):
+        forward(batch, impl, build(batch, batch.tree_rows()))
+
+
+def test_a_stock_step_of_a_refused_layer_runs(monkeypatch):
+    batch = Batch([Request(50, chain(8), is_tree=False)], unwritten=0)
+    impl = make_impl(batch, monkeypatch, sliding_window=16)
+    assert not forward(batch, impl, build(batch, None)).isnan().any()
+
+
+def test_register_replaces_the_cpu_backend_and_may_run_twice():
+    try:
+        cpu.register()
+        cpu.register()
+        backend = AttentionBackendEnum.CPU_ATTN.get_class()
+        assert backend is cpu.CPUTreeAttentionBackend
+        assert backend.get_name() == "CPU_ATTN"
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_without_a_compiler_the_kernel_is_plain_torch(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    extension.load.cache_clear()
+    try:
+        batch = Batch([Request(50, random_parents(8, 18))])
+        assert_close(batch.run(), batch.expected())
+        assert "plain torch" in caplog.text
+    finally:
+        extension.load.cache_clear()

@@ -1,0 +1,154 @@
+"""The KV commit on CPU: moved slots read back as the tokens that were moved."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_specinfer.commit import compaction
+from vllm_specinfer.commit.compaction import commit_kv, commit_kv_ref
+from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
+
+current_platform.import_kernels()
+
+NUM_BLOCKS = 5
+
+
+@dataclass
+class Layer:
+    """A cache tensor and the tokens vLLM's own operator wrote into it."""
+
+    cache: torch.Tensor  # [B, Hkv, block_size, 2 * D]
+    keys: torch.Tensor  # [slots, Hkv, D]
+    values: torch.Tensor  # [slots, Hkv, D]
+
+    @classmethod
+    def make(cls, heads, head_size, dtype, block_size, cache=None) -> "Layer":
+        shape = (NUM_BLOCKS, heads, block_size, 2 * head_size)
+        cache = torch.zeros(shape, dtype=dtype) if cache is None else cache
+        tokens = torch.randn(2, NUM_BLOCKS * block_size, heads, head_size).to(dtype)
+        layer = cls(cache, *tokens)
+        layer.write(cache)
+        return layer
+
+    def write(self, cache: torch.Tensor) -> None:
+        num_blocks, heads, block_size, width = cache.shape
+        isa = _get_attn_isa(cache.dtype, block_size, width // 2)
+        pages = cache.view(num_blocks, heads, 2 * block_size, width // 2).chunk(2, 2)
+        slots = torch.arange(num_blocks * block_size)
+        ops.cpu_attn_reshape_and_cache(self.keys, self.values, *pages, slots, isa)
+
+    def check_moved(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """The cache must be what writing the moved tokens afresh gives."""
+        self.keys[dst], self.values[dst] = self.keys[src], self.values[src]
+        fresh = torch.zeros_like(self.cache)
+        self.write(fresh)
+        assert torch.equal(self.cache, fresh)
+
+
+MOVERS = [commit_kv, commit_kv_ref]
+
+
+def random_moves(num_slots: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moves whose sources and destinations overlap; a source may serve twice."""
+    dst = torch.randperm(num_slots)[:count]
+    src = torch.cat([dst.roll(1)[: count // 2], torch.randint(num_slots, (count,))])
+    return src[:count], dst
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built():
+    assert extension.load() is not None, "these tests are about the C++ kernel"
+
+
+@pytest.mark.parametrize("move", MOVERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_overlapping_moves_in_layers_of_unequal_shape(move, dtype, block_size):
+    torch.manual_seed(block_size)
+    shapes = [(3, 64), (3, 64), (2, 80), (1, 128), (4, 32)]
+    layers = [Layer.make(*shape, dtype, block_size) for shape in shapes]
+    for count in (1, 7, 40):
+        src, dst = random_moves(NUM_BLOCKS * block_size, count)
+        move([layer.cache for layer in layers], src, dst, "vec")
+        for layer in layers:
+            layer.check_moved(src, dst)
+
+
+@pytest.mark.parametrize("move", MOVERS)
+def test_a_path_slides_down_onto_its_own_nodes(move):
+    """The usual commit: sources above destinations, each read before it is lost."""
+    layer = Layer.make(2, 64, torch.bfloat16, 32)
+    src, dst = torch.tensor([41, 42, 45, 63, 64]), torch.tensor([40, 41, 42, 43, 44])
+    move([layer.cache], src, dst, "vec")
+    layer.check_moved(src, dst)
+
+
+@pytest.mark.parametrize("move", MOVERS)
+def test_a_tensor_shared_by_layers_moves_once(move):
+    layer = Layer.make(2, 64, torch.float32, 32)
+    src, dst = torch.tensor([3, 2, 1]), torch.tensor([2, 1, 3])
+    move(
+        [layer.cache, layer.cache, layer.cache.view(layer.cache.shape)], src, dst, "vec"
+    )
+    layer.check_moved(src, dst)
+
+
+@pytest.mark.parametrize("move", MOVERS)
+def test_layers_interleaved_in_one_buffer(move):
+    raw = torch.zeros(NUM_BLOCKS, 3, 2, 32, 128)
+    layers = [Layer.make(2, 64, torch.float32, 32, raw[:, i]) for i in range(3)]
+    src, dst = random_moves(NUM_BLOCKS * 32, 30)
+    move([layers[0].cache, layers[2].cache], src, dst, "vec")
+    layers[0].check_moved(src, dst)
+    layers[1].check_moved(dst, dst)
+    layers[2].check_moved(src, dst)
+
+
+@pytest.mark.parametrize("move", MOVERS)
+def test_padding_and_moves_in_place_are_skipped(move):
+    layer = Layer.make(2, 64, torch.float32, 32)
+    src, dst = torch.tensor([-1, 5, 9, 7]), torch.tensor([6, -1, 9, 8])
+    move([layer.cache], src, dst, "vec")
+    layer.check_moved(src[2:], dst[2:])
+
+
+def test_nothing_to_move():
+    layer = Layer.make(2, 64, torch.float32, 32)
+    none = torch.zeros(0, dtype=torch.int64)
+    commit_kv([layer.cache], none, none, "vec")
+    commit_kv([], torch.tensor([1]), torch.tensor([2]), "vec")
+    layer.check_moved(none, none)
+
+
+def test_a_layout_other_than_plain_goes_through_index_tables(monkeypatch):
+    """Pages that hold V before K, as no instruction set of this machine does."""
+    layer = Layer.make(2, 64, torch.float32, 32)
+
+    def swap(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(2).unflatten(2, (2, -1)).flip(2).reshape(x.shape)
+
+    cache, plain = swap(layer.cache), page_layout("vec", torch.float32, 32, 64)
+    half = 32 * 64
+    swapped = PageLayout(plain.key + half, plain.value - half, is_plain=False)
+    src, dst = random_moves(NUM_BLOCKS * 32, 20)
+    monkeypatch.setattr(compaction, "page_layout", lambda *_: swapped)
+    commit_kv([cache], src, dst, "vec")
+    monkeypatch.undo()
+    layer.cache.copy_(swap(cache))
+    layer.check_moved(src, dst)
+
+
+def test_errors_name_the_value():
+    layer = Layer.make(2, 64, torch.float32, 32)
+    one = torch.tensor([1])
+    wide = torch.zeros(NUM_BLOCKS, 2, 64, 128)
+    with pytest.raises(ValueError, match="share a block size; got 32 and 64"):
+        commit_kv([layer.cache, wide], one, one, "vec")
+    with pytest.raises(RuntimeError, match="slots must be below 160; got 1 -> 160"):
+        commit_kv([layer.cache], one, one + 159, "vec")
+    layer.check_moved(one, one)

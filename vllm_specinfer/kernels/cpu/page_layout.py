@@ -1,0 +1,84 @@
+"""How vLLM's CPU cache arranges K and V inside one (block, KV head) page.
+
+Dimension legend: B blocks, H KV heads, P positions per block, D head size.
+The page belongs to the kernel that reads it (`layer.isa`), so the arrangement is
+found by writing numbers through vLLM's own `cpu_attn_reshape_and_cache`.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_DIGIT = 128  # every dtype of the cache holds integers up to here exactly
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where item (position, channel) lies in a page of 2 * P * D items.
+
+    Attributes:
+        key: [P, D] int64 index of each K item.
+        value: [P, D] int64 index of each V item.
+        is_plain: K is stored as [D, P], then V as [P, D]; the C++ kernels read only
+            this.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    is_plain: bool
+
+
+@cache
+def page_layout(
+    isa: str, dtype: torch.dtype, block_size: int, head_size: int
+) -> PageLayout:
+    """Probe one arrangement.
+
+    Args:
+        isa: vLLM's kernel name, `layer.isa`.
+        dtype: Of the cache.
+        block_size: P.
+        head_size: D.
+
+    Returns:
+        The index tables.
+
+    Raises:
+        RuntimeError: The page is no permutation of its items.
+    """
+    half = block_size * head_size
+    numbers = torch.arange(2 * half).view(2, block_size, 1, head_size)
+    where = torch.zeros(2 * half, dtype=torch.int64)
+    scale = 1
+    while scale < 2 * half:
+        digits = (numbers // scale % _DIGIT).to(dtype)
+        kv_cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+        key_cache, value_cache = kv_cache.chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            digits[0], digits[1], key_cache, value_cache, torch.arange(block_size), isa
+        )
+        where += kv_cache.flatten().long() * scale
+        scale *= _DIGIT
+    index = torch.argsort(where)
+    if not torch.equal(where[index], torch.arange(2 * half)):
+        raise RuntimeError(
+            f"a KV page of isa {isa} must hold every item once; got another "
+            f"arrangement for {dtype}, block size {block_size}, head {head_size}"
+        )
+    key, value = index.view(2, block_size, head_size)
+    plain = torch.arange(half)
+    is_plain = torch.equal(key, plain.view(head_size, block_size).T) and torch.equal(
+        value, plain.view(block_size, head_size) + half
+    )
+    if not is_plain:
+        logger.warning(
+            "The C++ kernels of specinfer do not know the KV layout of isa %s: tree "
+            "attention and the KV commit run in plain torch, which is slower.",
+            isa,
+        )
+    return PageLayout(key, value, is_plain)
