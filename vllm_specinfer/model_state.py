@@ -65,9 +65,9 @@ class TreeModelState(DefaultModelState):
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
         # One persistent buffer, so that captured graphs may read it.
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64)
-        # Per KV cache group: block tables' slots and the target layers' caches.
         self._block_tables: BlockTables | None = None
-        self._kv_caches: list[tuple[int, list[torch.Tensor]]] = []
+        # The target's attention layers, per KV cache group.
+        self._layers: list[list[nn.Module]] = []
 
     def plan_of(self, input_batch: InputBatch) -> StepPlan | None:
         """The plan made for exactly this batch; dummy batches have none."""
@@ -83,15 +83,14 @@ class TreeModelState(DefaultModelState):
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
-        """Remember the target layers' cache tensors, per KV cache group."""
+        """Remember whose K/V is to be committed."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
         self._block_tables = block_tables
-        self._kv_caches = []
-        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-            names = [n for n in group.layer_names if n not in self._draft_layer_names]
-            caches = [layers[name].kv_cache for name in names]
-            self._kv_caches.append((block_tables.block_sizes[group_id], caches))
+        self._layers = [
+            [layers[n] for n in group.layer_names if n not in self._draft_layer_names]
+            for group in kv_cache_config.kv_cache_groups
+        ]
 
     def preprocess_state(
         self,
@@ -160,7 +159,8 @@ class TreeModelState(DefaultModelState):
                     targets.append(start + depth)
         if not sources:
             return
-        for group_id, (block_size, caches) in enumerate(self._kv_caches):
-            if caches:
-                mapping = self._block_tables.slot_mappings[group_id]
-                commit_kv(caches, mapping[sources], mapping[targets], block_size)
+        for group_id, layers in enumerate(self._layers):
+            if layers:
+                slots = self._block_tables.slot_mappings[group_id]
+                caches = [layer.kv_cache for layer in layers]
+                commit_kv(caches, slots[sources], slots[targets], layers[0].isa)

@@ -1,0 +1,64 @@
+"""Tiny random models for engine tests."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 96
+
+
+def tiny_llama(folder: Path, seed: int, **overrides: object) -> str:
+    """A random Llama whose greedy text is varied and free of near-ties.
+
+    Args:
+        folder: Where to write it.
+        seed: Of the weights.
+        **overrides: LlamaConfig fields.
+
+    Returns:
+        The folder.
+    """
+    config = dict(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**config, **overrides}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def noisy_copy(model: str, folder: Path, noise: float, seed: int = 1) -> str:
+    """An SSM that agrees with its target often but not always.
+
+    Args:
+        model: The target's folder.
+        folder: Where to write the copy.
+        noise: Standard deviation of the noise relative to each weight matrix's.
+        seed: Of the noise.
+
+    Returns:
+        The folder.
+    """
+    copy = LlamaForCausalLM.from_pretrained(model)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
+    copy.save_pretrained(folder)
+    return str(folder)

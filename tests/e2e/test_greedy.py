@@ -1,0 +1,140 @@
+"""Greedy text with specinfer is plain vLLM's, whatever the tree and the batch.
+
+Random float32 models: the target, and an SSM that agrees with it most of the time, so
+that every step accepts something and rejects something.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import engine
+from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+
+TREES = {
+    "chain": {"tree": "1,1,1,1"},
+    "binary": {"tree": "2,2,1"},
+    "paper": {"tree": "1,1,3,1,1,1,1,1"},
+    "wide": {"tree": "4,2,2,1,1"},
+    "best_first": {},
+    "many_nodes": {
+        "tree": {"max_depth": 8, "max_width": 16},
+        "num_speculative_tokens": 80,
+    },
+    "truncated": {"tree": "3,3,2", "num_speculative_tokens": 7},
+}
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+PROMPTS = [prompt(length, length) for length in (1, 3, 17, 31, 32, 33, 64, 90)]
+GREEDY = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder: Path = tmp_path_factory.mktemp("models")
+    target = tiny_llama(folder / "target", seed=0)
+    return target, noisy_copy(target, folder / "ssm", noise=0.05)
+
+
+def job(models, config=None, params=None, prompts=None, batched=True, **llm):
+    target, ssm = models
+    llm = {
+        "model": target,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "block_size": 32,
+        **llm,
+    }
+    if config is not None:
+        llm["speculative_config"] = {"method": "specinfer", "model": ssm, **config}
+    return {
+        "llm": llm,
+        "prompts": prompts or PROMPTS,
+        "params": params or [GREEDY],
+        "batched": batched,
+    }
+
+
+def check(plain: dict, tree: dict) -> None:
+    assert tree["tokens"] == plain["tokens"]
+    assert tree["drafts"] > 0
+    assert tree["free_blocks"] == tree["blocks"] - 1  # all but vLLM's null block
+
+
+def test_every_tree_shape_is_token_identical_at_batch_8_and_1(models):
+    jobs = [job(models), *(job(models, config) for config in TREES.values())]
+    jobs.append(job(models, TREES["wide"], batched=False))
+    plain, *trees = engine.run(jobs)
+    for name, tree in zip([*TREES, "wide, batch 1"], trees, strict=True):
+        print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
+        check(plain, tree)
+        assert tree["accepted"] > tree["drafts"] / 2, name
+
+
+def test_tight_engines_are_token_identical(models):
+    """Chunked prefill, shared prefixes, the last positions, preemption."""
+    shared = prompt(70, 7)
+    prompts = [shared + prompt(n, n) for n in (1, 2, 20, 40, 41, 60, 80, 100)]
+    long = {**GREEDY, "max_tokens": 200}  # stopped by max_model_len
+    tight = {
+        "chunks": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+        "prefixes": {"enable_prefix_caching": True},
+        "preemption": {"num_gpu_blocks_override": 24},
+    }
+    jobs = [job(models, params=[long], prompts=prompts)]
+    jobs += [job(models, {}, [long], prompts, **extra) for extra in tight.values()]
+    plain, *trees = engine.run(jobs)
+    assert {len(t[0]) for t in plain["tokens"]} == {
+        min(200, 256 - len(p)) for p in prompts
+    }
+    for name, tree in zip(tight, trees, strict=True):
+        check(plain, tree)
+        assert (tree["preemptions"] > 0) == (name == "preemption")
+
+
+def test_requests_that_cannot_speculate_share_a_batch_with_those_that_do(models):
+    params = [
+        GREEDY,
+        {**GREEDY, "repetition_penalty": 1.3},
+        {**GREEDY, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {**GREEDY, "logprobs": 2},
+        {**GREEDY, "min_tokens": 5, "stop_token_ids": list(range(0, VOCAB, 2))},
+        {**GREEDY, "max_tokens": 1},
+        {**GREEDY, "stop_token_ids": list(range(0, VOCAB, 8))},
+    ]
+    sampled = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, "seed": 3}
+    jobs = [
+        job(models, params=params, prompts=PROMPTS[: len(params)]),
+        job(models, {}, params, PROMPTS[: len(params)]),
+        job(models, {}, [GREEDY, sampled] * 4),
+        job(models, {}, [sampled], PROMPTS[:2]),
+    ]
+    plain, mixed, with_sampling, only_sampling = engine.run(jobs)
+    check(plain, mixed)
+    greedy = [t for t, p in zip(with_sampling["tokens"], [0, 1] * 4, strict=True) if p]
+    assert [len(t[0]) for t in greedy] == [20] * 4
+    assert only_sampling["drafts"] == 0
+
+
+def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):
+    target, _ = models
+    wrong = tiny_llama(
+        tmp_path / "wrong",
+        seed=99,
+        num_hidden_layers=1,
+        hidden_size=64,
+        head_dim=64,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    plain, tree = engine.run([job(models), job((target, wrong), TREES["wide"])])
+    check(plain, tree)
