@@ -1,0 +1,173 @@
+"""P7: tree attention against vLLM's causal CPU kernel and against gathered SDPA.
+
+Shapes of SmolLM2-135M: 9 query heads, 3 KV heads, head size 64. All columns are
+microseconds per layer, medians of interleaved calls; vLLM's once-per-step scheduling
+is not counted. `vllm` may look at the same number of KV positions with its causal
+mask; `sdpa` gets K/V already gathered and a boolean mask, `+gather` gathers them too.
+
+Run: .venv/bin/python benchmarks/p7_tree_attention.py [--dtype bfloat16]
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
+GOAL = 1.15
+
+
+def columns(
+    context: int, rows: int, batch: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """One call per column on the same data."""
+    seq_len = context + rows
+    width = -(-seq_len // BLOCK_SIZE)
+    num_blocks = batch * width
+    isa = _get_attn_isa(dtype, BLOCK_SIZE, HEAD_SIZE)
+    cache = torch.zeros(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE).to(dtype)
+    pages = cache.view(num_blocks, NUM_KV_HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, 2)
+    shape = (num_blocks * BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, *shape).to(dtype)
+    ops.cpu_attn_reshape_and_cache(
+        key, value, *pages, torch.arange(num_blocks * BLOCK_SIZE), isa
+    )
+    block_table = torch.randperm(num_blocks).view(batch, width).int()
+    query = torch.randn(batch * rows, NUM_HEADS, HEAD_SIZE).to(dtype)
+    out = torch.empty_like(query)
+    query_start_loc = torch.arange(batch + 1).int() * rows
+    seq_lens = torch.full((batch,), seq_len).int()
+    scale = HEAD_SIZE**-0.5
+
+    # Row i's parent is i // 2 - 1, a binary tree below each root.
+    bits = [1]
+    for i in range(1, rows):
+        bits.append(bits[(i - 1) // 2] | 1 << i)
+    tree = TreeRows(
+        is_tree=torch.ones(batch, dtype=torch.bool),
+        context_lens=torch.full((batch,), context).int(),
+        ancestor_bits=torch.tensor(bits).repeat(batch).unsqueeze(1),
+        all_tree=True,
+    )
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=batch,
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_SIZE,
+        seq_lens=seq_lens,
+        dtype=dtype,
+        query_start_loc=query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
+    mask = torch.ones(rows, seq_len, dtype=torch.bool)
+    mask[:, context:] = (torch.tensor(bits)[:, None] >> torch.arange(rows)) & 1 == 1
+    key_pages = key.view(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    value_pages = value.view(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+
+    def gather() -> list[torch.Tensor]:
+        return [
+            x[block_table.long()].flatten(1, 2)[:, :seq_len].transpose(1, 2)
+            for x in (key_pages, value_pages)
+        ]
+
+    sdpa_query = query.view(batch, rows, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
+
+    def sdpa(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            sdpa_query, key, value, mask, scale=scale, enable_gqa=True
+        )
+
+    gathered = gather()
+    return {
+        "tree": lambda: tree_attention(
+            query,
+            cache,
+            out,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            tree,
+            scale,
+            isa=isa,
+        ),
+        "vllm": lambda: ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=pages[0],
+            value_cache=pages[1],
+            output=out,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            scale=scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=block_table,
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+        ),
+        "sdpa": lambda: sdpa(*gathered),
+        "+gather": lambda: sdpa(*gather()),
+    }
+
+
+def measure(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median microseconds per column; rounds of all columns alternate."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["tree"]) < 15:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) * 1e6 for name, t in times.items()}
+
+
+def main() -> None:
+    """Print the table and how many rows meet each goal."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], action="append")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--seconds", type=float, default=0.3, help="per table row")
+    args = parser.parse_args()
+    current_platform.import_kernels()
+    torch.manual_seed(0)
+    print(f"threads {torch.get_num_threads()}; goal: tree <= {GOAL} vllm, < sdpa")
+    names = ["tree", "vllm", "sdpa", "+gather"]
+    heads = ["dtype", "batch", "context", "rows", *names, "tree/vllm", "tree/sdpa"]
+    print(" ".join(f"{head:>9}" for head in heads))
+    met: list[tuple[bool, bool]] = []
+    for dtype, batch, context, rows in itertools.product(
+        args.dtype or ["bfloat16", "float32"], args.batches, args.contexts, args.rows
+    ):
+        calls = columns(context, rows, batch, getattr(torch, dtype))
+        micros = measure(calls, args.seconds)
+        to_vllm, to_sdpa = (micros["tree"] / micros[name] for name in names[1:3])
+        met.append((to_vllm <= GOAL, to_sdpa < 1))
+        values = [f"{micros[name]:9.1f}" for name in names]
+        values += [f"{to_vllm:9.2f}", f"{to_sdpa:9.2f}"]
+        print(f"{dtype:>9} {batch:9} {context:9} {rows:9} " + " ".join(values))
+    within, faster = (sum(column) for column in zip(*met, strict=True))
+    print(
+        f"within {GOAL} of vllm: {within}/{len(met)}; below sdpa: {faster}/{len(met)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
