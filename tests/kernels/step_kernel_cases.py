@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -651,17 +652,137 @@ def num_nans(rng: np.random.Generator) -> Outputs:
     return {"nans": get_num_nans(logits)}
 
 
-def _mend_interpreter() -> None:
-    """Let Triton 3.9's interpreter run two things it stumbles over."""
-    import triton
-    from vllm.v1.worker.gpu.metrics import logits
+# spec_decode: vLLM's chain speculators
 
-    builder = triton.runtime.interpreter._interpreter
+
+@case
+def flatten_and_gather_sampled(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    counts = rng.integers(1, 5, 4)
+    total = int(counts.sum())
+    flat = torch.zeros(total, dtype=torch.int64)
+    sampled = torch.tensor(rng.integers(0, V, (4, 5)))
+    rejection_sampler._flatten_sampled_kernel[(4,)](
+        flat, sampled, sampled.stride(0), _i32(counts), _cu(counts)
+    )
+    drafts, pos = rejection_sampler.gather_draft_sampled(
+        _ints(rng, 0, V, 30),
+        torch.tensor(rng.integers(0, 20, 30)),
+        torch.tensor(rng.integers(0, 30, total)),
+        _rows(rng, total),
+        _i32(np.concatenate([np.arange(n) for n in counts])),
+        _ints(rng, 5, 20, M),
+    )
+    return {"flat": flat, "drafts": drafts, "pos": pos}
+
+
+@case
+def rejection_sample(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    out: Outputs = {}
+    steps = 4
+    temps = _f32([0.0, 1.0, 0.6, 0.0, 1.7, 1.0])
+    for synthetic in (None, _f32([0.9, 0.7, 0.5, 0.3])):
+        for has_draft in (True, False):
+            num_drafts = rng.permutation([0, 1, 2, 3, 4])
+            total = int((num_drafts + 1).sum())
+            requests = _requests(rng, 5)
+            expanded = torch.repeat_interleave(
+                requests, torch.tensor(num_drafts + 1)
+            ).int()
+            local = np.concatenate([np.arange(n + 1) for n in num_drafts])
+            draft_logits = _f32(rng.normal(0, 2, (M, steps, V)))
+            logits = _f32(rng.normal(0, 2, (total, V)))
+            drafts = _ints(rng, 0, V, total)
+            for row in range(1, total):
+                request, step = int(expanded[row]), int(local[row]) - 1
+                if step < 0:
+                    continue
+                # Likely drafts, so that some are accepted.
+                draft = int(draft_logits[request, step].argmax())
+                drafts[row] = draft if rng.random() < 0.9 else -1
+                if rng.random() < 0.8:
+                    logits[row - 1, draft] = 12.0
+            sampled, num_sampled = rejection_sample(
+                logits,
+                draft_logits if has_draft else None,
+                drafts,
+                _cu(num_drafts + 1),
+                torch.tensor(rng.integers(0, 5000, total)),
+                requests,
+                expanded,
+                _i32(local),
+                temps,
+                _seeds(rng),
+                steps,
+                synthetic,
+            )
+            for i, count in enumerate(num_sampled.tolist()):
+                sampled[i, count:] = -1  # never written
+            name = f"{synthetic is None} {has_draft}"
+            out[f"sampled {name}"] = sampled
+            out[f"count {name}"] = num_sampled
+    return out
+
+
+@case
+def prepare_draft_prefill_inputs(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
+        prepare_prefill_inputs,
+    )
+
+    lengths = rng.integers(1, 6, 4)
+    start = _cu(lengths)
+    total = int(lengths.sum())
+    buffers = SimpleNamespace(
+        query_start_loc=_ints(rng, 0, 9, M + 1), seq_lens=_ints(rng, 0, 9, M)
+    )
+    batch = SimpleNamespace(
+        num_reqs=4,
+        num_tokens=total,
+        query_start_loc_np=start.numpy(),
+        query_start_loc=start,
+        input_ids=_ints(rng, 0, V, total),
+        positions=torch.tensor(rng.integers(0, LEN, total)),
+        idx_mapping=_requests(rng, 4),
+        seq_lens=_ints(rng, LEN - 8, LEN + 1, 4),
+    )
+    ids, positions = _ints(rng, 0, V, total + 9), torch.zeros(total + 9).long()
+    last = torch.tensor(rng.integers(0, 9, M))
+    prepare_prefill_inputs(
+        buffers,
+        batch,
+        torch.tensor(rng.integers(0, V, M)),
+        _i32([rng.integers(0, n) for n in lengths]),
+        ids,
+        positions,
+        last,
+        M,
+        LEN,
+    )
+    return {"ids": ids, "positions": positions, "last": last} | vars(buffers)
+
+
+def _mend_interpreter() -> None:
+    """Let Triton 3.9's interpreter run what it stumbles over."""
+    import triton.runtime.interpreter as interpreter
+    from vllm.v1.worker.gpu.metrics import logits
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
     builder.store = lambda ptr, value, mask: store(ptr, value, mask.astype(np.bool_))
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
+
+    def log1p(x: Any) -> Any:
+        handle = interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype)
+        return interpreter.tl.core.tensor(handle, x.type)
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
 
 
 def main() -> None:

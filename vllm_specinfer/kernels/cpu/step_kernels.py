@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_specinfer.kernels.cpu import (
     block_tables,
+    chain_rejection,
     inputs,
     logits_processors,
     logprobs,
@@ -49,6 +50,22 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     "sample.logprob.fill_logprob_token_ids": logprobs.fill_logprob_token_ids,
     "sample.prompt_logprob.prompt_logprobs_token_ids": (
         logprobs.prompt_logprobs_token_ids
+    ),
+    # vLLM's own draft_model chain, to compare with.
+    "spec_decode.standalone_ar.speculator.prepare_prefill_inputs": (
+        chain_rejection.prepare_draft_prefill_inputs
+    ),
+    "spec_decode.rejection_sampler.flatten_sampled": chain_rejection.flatten_sampled,
+    "spec_decode.rejection_sampler.gather_draft_sampled": (
+        chain_rejection.gather_draft_sampled
+    ),
+    "spec_decode.rejection_sampler_utils.compute_local_logits_stats": (
+        chain_rejection.compute_local_logits_stats
+    ),
+    "spec_decode.rejection_sampler_utils.rejection": chain_rejection.rejection,
+    "spec_decode.rejection_sampler_utils.resample": chain_rejection.resample,
+    "spec_decode.rejection_sampler_utils.insert_resampled": (
+        chain_rejection.insert_resampled
     ),
 }
 
