@@ -28,3 +28,9 @@ class SpecInferCPUWorker(CPUWorker):
         runner.speculator = TreeSpeculator(
             self.vllm_config, self.device, runner.req_states
         )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load target and SSM, then refuse layers that cannot run trees."""
+        super().load_model(*args, **kwargs)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        refusals.refuse(refusals.layer_reason(layers.items()))
