@@ -69,6 +69,13 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     ),
 }
 
+# Kernels without a replacement, and the option that launches them.
+UNAVAILABLE = {
+    "sample.thinking_budget.update_committed_marker_cache": "thinking_token_budget",
+    "sample.output.compact_sampling_mask": "return_sampling_mask",
+    "sample.trace_replay.trace_replay": "trace replay",
+}
+
 _registered: set[str] = set()
 
 
@@ -76,6 +83,18 @@ def kernel_name(short_name: str) -> str:
     """The qualified vLLM name of a key of ``REPLACEMENTS``."""
     module, _, name = short_name.rpartition(".")
     return f"{_PACKAGE}{module}._{name}_kernel"
+
+
+def unavailable(option: str) -> Callable[..., None]:
+    """A kernel that names the option which cannot run."""
+
+    def kernel(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{option} must not be used on CPU; got it")
+
+    return kernel
+
+
+REPLACEMENTS |= {kernel: unavailable(option) for kernel, option in UNAVAILABLE.items()}
 
 
 def register(
