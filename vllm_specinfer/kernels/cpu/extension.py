@@ -19,7 +19,15 @@ logger = logging.getLogger(__name__)
 
 _NAME = "specinfer_cpu"
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++20", "-fPIC", "-shared")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-shared",
+)
 
 
 @lru_cache(maxsize=1)

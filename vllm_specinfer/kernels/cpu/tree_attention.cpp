@@ -24,7 +24,7 @@ constexpr int kLanes = 8, kMaxRows = 4;
 
 namespace tree {
 
-constexpr int kTile = 64;           // KV positions per softmax update
+constexpr int kTile = 128;           // KV positions per softmax update
 constexpr int kSplitUnit = 32;      // a KV split is a multiple of this
 constexpr double kSerialWork = 4e5; // multiply-adds below which threads do not pay
 
@@ -42,7 +42,11 @@ inline Vec load(const float* p) {
 inline Vec load(const c10::BFloat16* p) {
   HVec h;
   std::memcpy(&h, p, sizeof h);
+#ifdef __AVX512F__
+  return (Vec)((IVec)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
   return (Vec)(__builtin_convertvector(h, IVec) << 16);
+#endif
 }
 inline Vec load(const c10::Half* p) {
 #ifdef __AVX512F__
@@ -63,11 +67,10 @@ inline void store(c10::Half* p, Vec v) {
   for (int i = 0; i < kLanes; ++i) p[i] = c10::Half(v[i]);
 }
 
-// 2^x, relative error 2e-7; exactly 0 below -126.
+// 2^x for x <= 126, relative error 2e-7; 0 at -127 and below.
 inline Vec exp2(Vec x) {
   x = x < -127.0f ? splat(-127.0f) : x;
-  x = x > 126.0f ? splat(126.0f) : x;
-  const float magic = 12582912.0f;  // adding it rounds to an integer
+  const float magic = 12582912.0f;  // adding it leaves round(x) in the low bits
   Vec shifted = x + magic;
   Vec f = x - (shifted - magic);
   Vec p = splat(1.535336188e-4f);
@@ -77,20 +80,30 @@ inline Vec exp2(Vec x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472028e-1f;
   p = p * f + 1.0f;
-  IVec n = (IVec)shifted - (IVec)splat(magic);
-  return p * (Vec)((n + 127) << 23);
+  return (Vec)((IVec)p + ((IVec)shifted << 23));
 }
-inline Vec tanh(Vec x) { return 1.0f - 2.0f / (exp2(x * 2.885390082f) + 1.0f); }
+inline Vec tanh(Vec x) {
+  x = x > 40.0f ? splat(40.0f) : x;
+  return 1.0f - 2.0f / (exp2(x * 2.885390082f) + 1.0f);
+}
 
 inline float reduce_max(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float m = v[0];
   for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]);
   return m;
+#endif
 }
 inline float reduce_add(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float s = 0;
   for (int i = 0; i < kLanes; ++i) s += v[i];
   return s;
+#endif
 }
 
 // C[R, n] = alpha[R] * C + A[R, k] @ B[k, n], V vectors of columns at a time.
@@ -162,9 +175,11 @@ struct State {
 };
 
 struct Item {
-  int req, kv_head, begin, end;  // KV positions [begin, end)
-  int first, count;              // the splits of this (request, KV head)
-  int64_t state;                 // offset of its State
+  int req, kv_head;
+  int begin_row, rows;  // of the M rows
+  int begin, end;       // KV positions
+  int first, count;     // the KV splits of these rows
+  int64_t state;        // offset of its State
 };
 
 // Bit i is set if the row sees position `position + i`.
@@ -185,99 +200,108 @@ inline uint32_t visible(const int64_t* words, int num_words, int position, int c
 
 template <class T>
 void attend(const Step<T>& s, const Item& item, State state, float* query) {
-  const int begin_row = s.query_start_loc[item.req];
-  const int rows = (s.query_start_loc[item.req + 1] - begin_row) * s.group;
+  const int first_row = s.query_start_loc[item.req];
   const int D = s.head_size, context = s.context_lens[item.req];
   const int32_t* table = s.block_table + item.req * s.table_row;
+  const float log2e = 1.442695041f;
+  const float scale = s.softcap ? s.scale / s.softcap : s.scale * log2e;
   IVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
 
-  for (int m = 0; m < rows; ++m) {
-    const T* q = s.query + (begin_row + m / s.group) * s.query_row +
+  for (int i = 0; i < item.rows; ++i) {
+    const int m = item.begin_row + i;
+    const T* q = s.query + (first_row + m / s.group) * s.query_row +
                  (item.kv_head * s.group + m % s.group) * s.query_head;
-    for (int d = 0; d < D; d += kLanes) store(query + m * D + d, load(q + d));
+    for (int d = 0; d < D; d += kLanes) store(query + i * D + d, load(q + d) * scale);
   }
-  std::fill(state.out, state.out + rows * D, 0.0f);
-  std::fill(state.max, state.max + rows, -1e30f);  // finite: inf - inf is NaN
-  std::fill(state.sum, state.sum + rows, 0.0f);
+  std::fill(state.out, state.out + item.rows * D, 0.0f);
+  std::fill(state.max, state.max + item.rows, -1e30f);  // finite: inf - inf is NaN
+  std::fill(state.sum, state.sum + item.rows, 0.0f);
 
-  const float log2e = 1.442695041f;
-  const float scale = s.softcap ? s.scale / s.softcap : s.scale * log2e;
-  const int groups = (rows + kMaxRows - 1) / kMaxRows;
+  const int groups = (item.rows + kMaxRows - 1) / kMaxRows;
   alignas(64) float scores[kMaxRows * kTile];
+  alignas(64) float alpha[kLanes] = {};
   for (int t = item.begin, n; t < item.end; t += n) {
     const int offset = t % s.block_size;
     n = std::min({kTile, s.block_size - offset, item.end - t});
     const int width = (n + kLanes - 1) / kLanes * kLanes;
     const T* page = s.cache + table[t / s.block_size] * s.cache_block +
                     item.kv_head * s.cache_head;
-    const T* keys = page + offset;                            // [D, block_size]
-    const T* values = page + (s.block_size + offset) * D;     // [n, D]
+    const T* keys = page + offset;                         // [D, block_size]
+    const T* values = page + (s.block_size + offset) * D;  // [n, D]
     const bool masked = t + n > context || n < width;
 
     for (int g = 0; g < groups; ++g) {
-      const int m0 = rows * g / groups, size = rows * (g + 1) / groups - m0;
-      gemm<T>(size, query + m0 * D, D, keys, (int64_t)s.block_size, scores, kTile, D,
+      const int m0 = item.rows * g / groups;
+      const int rows = item.rows * (g + 1) / groups - m0;
+      gemm<T>(rows, query + m0 * D, D, keys, (int64_t)s.block_size, scores, kTile, D,
               width, nullptr);
-      float alpha[kMaxRows];
-      for (int r = 0; r < size; ++r) {
+      for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
-        const int64_t* words =
-            s.ancestor_bits + (begin_row + (m0 + r) / s.group) * s.bits_row;
-        Vec top = splat(-INFINITY);
-        for (int i = 0; i < width; i += kLanes) {
-          Vec v = load(x + i) * scale;
-          if (s.softcap) v = tanh(v) * (s.softcap * log2e);
-          if (masked) {
+        if (s.softcap)
+          for (int i = 0; i < width; i += kLanes)
+            store(x + i, tanh(load(x + i)) * (s.softcap * log2e));
+        if (masked) {
+          const int row = first_row + (item.begin_row + m0 + r) / s.group;
+          const int64_t* words = s.ancestor_bits + row * s.bits_row;
+          for (int i = 0; i < width; i += kLanes) {
             int bits = visible(words, s.num_words, t + i, context, item.end);
-            v = (((IVec{} + bits) >> lane) & 1) != 0 ? v : splat(-INFINITY);
+            store(x + i, ((IVec{} + bits) >> lane & 1) != 0 ? load(x + i)
+                                                            : splat(-INFINITY));
           }
-          store(x + i, v);
+        }
+        Vec top = load(x);
+        for (int i = kLanes; i < width; i += kLanes) {
+          Vec v = load(x + i);
           top = top > v ? top : v;
         }
-        float& max = state.max[m0 + r];
-        const float next = std::max(max, reduce_max(top));
+        const float max = std::max(state.max[m0 + r], reduce_max(top));
+        alpha[r] = state.max[m0 + r] - max;
+        state.max[m0 + r] = max;
+      }
+      store(alpha, exp2(load(alpha)));
+      for (int r = 0; r < rows; ++r) {
+        float* x = scores + r * kTile;
         Vec sum{};
         for (int i = 0; i < width; i += kLanes) {
-          Vec p = exp2(load(x + i) - next);
+          Vec p = exp2(load(x + i) - state.max[m0 + r]);
           store(x + i, p);
           sum += p;
         }
-        alpha[r] = std::exp2(max - next);
-        state.sum[m0 + r] = state.sum[m0 + r] * alpha[r] + reduce_add(sum);
-        max = next;
+        float& total = state.sum[m0 + r];
+        total = total * alpha[r] + reduce_add(sum);
       }
-      gemm<T>(size, scores, kTile, values, (int64_t)D, state.out + m0 * D, D, n, D,
+      gemm<T>(rows, scores, kTile, values, (int64_t)D, state.out + m0 * D, D, n, D,
               alpha);
     }
   }
 }
 
-// Join the splits of one (request, KV head) and write its rows.
+// Join the KV splits of some rows and write them.
 template <class T>
 void finish(const Step<T>& s, const Item* items, int count, float* states) {
-  const int begin_row = s.query_start_loc[items->req];
-  const int rows = (s.query_start_loc[items->req + 1] - begin_row) * s.group;
-  const int D = s.head_size;
+  const int first_row = s.query_start_loc[items->req];
+  const int rows = items->rows, D = s.head_size;
   std::vector<float> weight(count);
-  for (int m = 0; m < rows; ++m) {
+  for (int i = 0; i < rows; ++i) {
+    const int m = items->begin_row + i;
     const int head = items->kv_head * s.group + m % s.group;
     const float sink = s.sinks ? s.sinks[head] * 1.442695041f : -1e30f;
     float max = sink;
-    for (int i = 0; i < count; ++i)
-      max = std::max(max, State(states + items[i].state, rows, D).max[m]);
+    for (int k = 0; k < count; ++k)
+      max = std::max(max, State(states + items[k].state, rows, D).max[i]);
     float sum = s.sinks ? std::exp2(sink - max) : 0.0f;
-    for (int i = 0; i < count; ++i) {
-      State part(states + items[i].state, rows, D);
-      weight[i] = std::exp2(part.max[m] - max);
-      sum += weight[i] * part.sum[m];
+    for (int k = 0; k < count; ++k) {
+      State part(states + items[k].state, rows, D);
+      weight[k] = std::exp2(part.max[i] - max);
+      sum += weight[k] * part.sum[i];
     }
     const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
-    T* out = s.out + (begin_row + m / s.group) * s.out_row + head * s.out_head;
+    T* out = s.out + (first_row + m / s.group) * s.out_row + head * s.out_head;
     for (int d = 0; d < D; d += kLanes) {
       Vec v{};
-      for (int i = 0; i < count; ++i)
-        v += load(states + items[i].state + m * D + d) * weight[i];
+      for (int k = 0; k < count; ++k)
+        v += load(states + items[k].state + i * D + d) * weight[k];
       store(out + d, v * inverse);
     }
   }
@@ -285,37 +309,40 @@ void finish(const Step<T>& s, const Item* items, int count, float* states) {
 
 template <class T>
 void run(const Step<T>& s) {
-  double work = 0;
+  double work = 0;  // row-positions, and one more row for reading the KV
   for (int r = 0; r < s.num_reqs; ++r)
     if (s.is_tree[r])
-      work += (double)(s.query_start_loc[r + 1] - s.query_start_loc[r] + 1) *
-              s.seq_lens[r];
-  const double per_row = 2.0 * s.group * s.head_size;  // QK and PV
-  const int max_threads = omp_get_max_threads();
-  const int threads =
-      work * per_row * s.num_kv_heads < kSerialWork ? 1 : max_threads;
-  // About two items per thread, more only where there are more KV heads.
+      work += (s.query_start_loc[r + 1] - s.query_start_loc[r] + 1.0) * s.seq_lens[r];
+  const double cost = work * s.num_kv_heads * s.group * s.head_size * 2;
+  const int threads = cost < kSerialWork ? 1 : omp_get_max_threads();
+  // Two or more items per thread, so that no thread waits long for another.
   const double share = work * s.num_kv_heads / (threads > 1 ? 2 * threads : 1);
 
   std::vector<Item> items;
   int64_t state_size = 0;
   int max_rows = 0;
   for (int r = 0; r < s.num_reqs; ++r) {
-    const int rows = s.query_start_loc[r + 1] - s.query_start_loc[r];
-    const int seq = s.seq_lens[r];
+    const int queries = s.query_start_loc[r + 1] - s.query_start_loc[r];
+    const int rows = queries * s.group, seq = s.seq_lens[r];
     if (!s.is_tree[r] || rows == 0 || seq == 0) continue;
-    max_rows = std::max(max_rows, rows * s.group);
-    int splits = threads > 1 ? (int)std::ceil((rows + 1.0) * seq / share) : 1;
     const int units = (seq + kSplitUnit - 1) / kSplitUnit;
-    splits = std::clamp(splits, 1, std::max(1, units / 2));
-    for (int h = 0; h < s.num_kv_heads; ++h) {
+    const int wanted = std::ceil((queries + 1.0) * seq / share);
+    // Splits of rows need no joining but read the KV again: only of many rows.
+    const int row_splits = std::clamp(wanted, 1, std::max(1, rows / (2 * kMaxRows)));
+    const int kv_splits = std::clamp((wanted + row_splits - 1) / row_splits, 1,
+                                     std::max(1, units / 2));
+    for (int i = 0; i < s.num_kv_heads * row_splits; ++i) {
+      const int part = i % row_splits, begin_row = rows * part / row_splits;
+      const int num_rows = rows * (part + 1) / row_splits - begin_row;
       const int first = items.size();
-      for (int i = 0; i < splits; ++i) {
-        const int begin = units * i / splits * kSplitUnit;
-        const int end = std::min(seq, units * (i + 1) / splits * kSplitUnit);
-        items.push_back({r, h, begin, end, first, splits, state_size});
-        state_size += State::size(rows * s.group, s.head_size);
+      for (int k = 0; k < kv_splits; ++k) {
+        const int begin = units * k / kv_splits * kSplitUnit;
+        const int end = std::min(seq, units * (k + 1) / kv_splits * kSplitUnit);
+        items.push_back({r, i / row_splits, begin_row, num_rows, begin, end, first,
+                         kv_splits, state_size});
+        state_size += State::size(num_rows, s.head_size);
       }
+      max_rows = std::max(max_rows, num_rows);
     }
   }
   if (items.empty()) return;
@@ -333,9 +360,7 @@ void run(const Step<T>& s) {
       query.resize(max_rows * s.head_size);
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
       const Item& item = items[i];
-      const int rows = (s.query_start_loc[item.req + 1] -
-                        s.query_start_loc[item.req]) * s.group;
-      attend(s, item, State(all_states + item.state, rows, s.head_size),
+      attend(s, item, State(all_states + item.state, item.rows, s.head_size),
              query.data());
       // The last split to end joins them all: no barrier.
       if (done[item.first].fetch_add(1) + 1 == item.count)
