@@ -5,7 +5,8 @@ medians over the repeats. Run as
 
     python benchmarks/p6_step_kernels.py --model FOLDER [--repeats 3] [--tokens 128]
 
-and read "V2/V1": at least 0.98 means that the kernels cost nothing.
+and read "V2/V1": at least 0.98 means that the kernels cost nothing. On a shared machine
+read the CPU time a step instead, with one thread (``VLLM_CPU_OMP_THREADS_BIND=0``).
 """
 
 import argparse
@@ -48,14 +49,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for i in range(args.batch)
     ]
     rates = []
+    cpu_ms = []
     tokens: list[list[int]] = []
     for _ in range(1 + args.passes):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         elapsed = time.perf_counter() - start
+        cpu_ms.append((time.process_time() - cpu_start) * 1e3 / args.tokens)
         rates.append(args.batch * args.tokens / elapsed)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"tokens_per_s": statistics.median(rates[1:]), "tokens": tokens}
+    return {
+        "tokens_per_s": statistics.median(rates[1:]),
+        "cpu_ms": statistics.median(cpu_ms[1:]),
+        "tokens": tokens,
+    }
 
 
 def measure_in_subprocess(
@@ -102,21 +109,25 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args)))
         return
-    print("mode      batch  V1 tok/s  V2 tok/s  V2/V1  same greedy text")
+    print("mode      batch  V1 tok/s  V2 tok/s  V2/V1  V1 cpu ms/step  V2  same text")
     for mode in args.modes:
         for batch in args.batches:
             rates: dict[str, list[float]] = {"v1": [], "v2": []}
+            cpu: dict[str, list[float]] = {"v1": [], "v2": []}
             texts: dict[str, list[list[int]]] = {}
             for repeat in range(args.repeats):
                 order = ("v1", "v2") if repeat % 2 == 0 else ("v2", "v1")
                 for runner in order:
                     result = measure_in_subprocess(args, mode, batch, runner)
                     rates[runner].append(result["tokens_per_s"])
+                    cpu[runner].append(result["cpu_ms"])
                     texts[runner] = result["tokens"]
             v1, v2 = (statistics.median(rates[runner]) for runner in ("v1", "v2"))
+            c1, c2 = (statistics.median(cpu[runner]) for runner in ("v1", "v2"))
             same = "-" if args.temperature else str(texts["v1"] == texts["v2"])
             print(
-                f"{mode:9} {batch:5}  {v1:8.1f}  {v2:8.1f}  {v2 / v1:5.3f}  {same}",
+                f"{mode:9} {batch:5}  {v1:8.1f}  {v2:8.1f}  {v2 / v1:5.3f}  "
+                f"{c1:14.2f} {c2:6.2f}  {same}",
                 flush=True,
             )
 
