@@ -1,10 +1,11 @@
 """Runs engines in a process of its own: `python -m tests.e2e.engine JOBS RESULTS`.
 
 JOBS is a JSON list of {"llm": {...}, "prompts": [[ids]], "params": [{...}],
-"batched": bool}; RESULTS gets, per job, the output token ids per prompt and the
-speculation counts.
+"batched": bool, "mutation": name or null}; RESULTS gets, per job, the output token ids
+per prompt and the speculation counts.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -36,7 +38,50 @@ def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
         return json.loads(target.read_text())
 
 
+def _mutation(name: str | None) -> contextlib.AbstractContextManager:
+    """One wrong rule put into the engine, for tests of the tests."""
+    if name is None:
+        return contextlib.nullcontext()
+    import numpy as np
+    from vllm.logger import init_logger
+
+    from vllm_specinfer import model_state
+    from vllm_specinfer.tree.table import StepPlan
+    from vllm_specinfer.tree.token_tree import chain_bits
+    from vllm_specinfer.verify import sampler
+
+    init_logger(__name__).warning("mutation: %s", name)
+
+    def causal_mask(plan: StepPlan, num_rows: int) -> np.ndarray:
+        bits = np.zeros((num_rows, plan.table.bits.shape[2]), np.int64)
+        for i in plan.tree_requests():
+            start, rows = plan.query_start_loc[i], plan.num_rows[i]
+            bits[start : start + rows] = chain_bits(rows, bits.shape[1])
+        return bits
+
+    def parents_token_as_bonus(tokens, parents, choices):
+        path, emitted = walk(tokens, parents, choices)
+        return path, [*emitted[:-1], int(choices[(0, *path)[-2:][0]])]
+
+    walk = sampler.walk
+    return {
+        "mask": lambda: mock.patch.object(StepPlan, "ancestor_bits", causal_mask),
+        "position": lambda: mock.patch.object(
+            StepPlan, "fill_positions", lambda *args: None
+        ),
+        "commit": lambda: mock.patch.object(
+            model_state.TreeModelState, "commit", lambda *args: None
+        ),
+        "bonus": lambda: mock.patch.object(sampler, "walk", parents_token_as_bonus),
+    }[name]()
+
+
 def _run_job(job: dict) -> dict:
+    with _mutation(job.get("mutation")):
+        return _generate(job)
+
+
+def _generate(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     llm = LLM(disable_log_stats=False, **job["llm"])

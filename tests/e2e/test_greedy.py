@@ -138,3 +138,14 @@ def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):
     )
     plain, tree = engine.run([job(models), job((target, wrong), TREES["wide"])])
     check(plain, tree)
+
+
+def test_the_equality_test_sees_each_wrong_rule(models):
+    """A causal mask, flat positions, no commit, the wrong bonus row: all must show."""
+    mutations = ("mask", "position", "commit", "bonus")
+    jobs = [job(models), job(models, TREES["wide"])]
+    jobs += [{**job(models, TREES["wide"]), "mutation": m} for m in mutations]
+    plain, tree, *mutants = engine.run(jobs)
+    assert tree["tokens"] == plain["tokens"]
+    for name, mutant in zip(mutations, mutants, strict=True):
+        assert mutant["tokens"] != plain["tokens"], name
