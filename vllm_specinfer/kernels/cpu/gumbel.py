@@ -17,6 +17,9 @@ DRAFT_NOISE_SALT = 1 << 30
 MAX_NOISE_FP32 = 22.9
 MAX_NOISE_FP64 = 37.5
 
+_FEW_TOKENS = 256
+_ROUNDING_MARGIN = np.float32(1.001)
+
 _MASK = 0xFFFFFFFF
 _HIGH_HALF_DOMAIN = 0x9E3779B9
 _U = np.uint32
@@ -73,20 +76,23 @@ def gumbel_noise(
     Returns:
         Noise [n], float64 or float32.
     """
+    u = _uniform(seed, pos, tokens, use_fp64)
+    return -np.log(-np.log(u)) if use_fp64 else -np.log(-_log1p_neg(u))
+
+
+def _uniform(seed: int, pos: int, tokens: np.ndarray, use_fp64: bool) -> np.ndarray:
     if use_fp64:
         random = _hash32(seed, pos, tokens, _HIGH_HALF_DOMAIN).astype(np.uint64) << 32
         random |= _hash32(seed, pos, tokens)
         u = ((random >> 11).astype(np.float64) + 0.5) * 1.1102230246251565e-16
-        u = np.where(u == 1.0, u - 1.1102230246251565e-16, u)
-        return -np.log(-np.log(u))
+        return np.where(u == 1.0, u - 1.1102230246251565e-16, u)
     random = _hash32(seed, pos, tokens)
     # Halves convert exactly; one conversion of the whole would round.
     high = (random >> 16).astype(np.float32)
     low = (random & 0xFFFF).astype(np.float32)
-    u = high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
+    return high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
         2.3283064365386963e-10
     )
-    return -np.log(-_log1p_neg(u))
 
 
 def _log1p_neg(value: np.ndarray) -> np.ndarray:
@@ -112,6 +118,12 @@ def noised_argmax(
     bound = top + gumbel_noise(seed, pos, np.array([best]), use_fp64)
     limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
     tokens = np.flatnonzero(logits > bound - limit)
+    if not use_fp64 and tokens.size > _FEW_TOKENS:
+        # Noise is at most -log(u), with a margin for rounding: one exponential
+        # drops nearly every loser before the logarithms.
+        u = _uniform(seed, pos, tokens, use_fp64)
+        gap = np.minimum(logits[tokens] - bound, 0.0)
+        tokens = tokens[u <= np.exp(gap) * _ROUNDING_MARGIN]
     values = logits[tokens] + gumbel_noise(seed, pos, tokens, use_fp64)
     winner = int(values.argmax())
     return int(tokens[winner]), float(values[winner])

@@ -17,7 +17,7 @@ def rows_fp32(logits: torch.Tensor) -> np.ndarray:
 
 
 def temperature(
-    logits: torch.Tensor,  # [L, V], in place
+    logits: torch.Tensor,  # [L, V] float32, in place
     logits_stride: int,
     expanded_idx_mapping: torch.Tensor,  # [L]
     temperature: torch.Tensor,  # [M]
@@ -25,8 +25,10 @@ def temperature(
     **_: object,
 ) -> None:
     """Divide by the temperature; greedy rows keep their logits."""
-    temps = temperature[expanded_idx_mapping]
-    logits.div_(temps.masked_fill_(temps == 0.0, 1.0).unsqueeze(1))
+    temps = temperature.numpy()[expanded_idx_mapping.numpy()]
+    rows = logits.numpy()
+    for i in np.flatnonzero((temps != 0.0) & (temps != 1.0)).tolist():
+        np.divide(rows[i], temps[i], out=rows[i])
 
 
 def min_p(
