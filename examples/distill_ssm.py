@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from copy_heads import write_copy_heads
+
 from vllm_specinfer import assets
 
 MAX_PROMPT = 256
@@ -123,8 +125,8 @@ def load(path: Path) -> tuple[list[dict], list[dict]]:
     return rows[VALIDATION_PROMPTS:], rows[:VALIDATION_PROMPTS]
 
 
-def new_ssm(target_path: Path, args: argparse.Namespace):
-    """A small Llama with the target's embedding projected on its main directions."""
+def new_ssm(target_path: Path, args: argparse.Namespace, common):
+    """A small Llama: the target's embedding on its main directions, copying heads."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -134,9 +136,9 @@ def new_ssm(target_path: Path, args: argparse.Namespace):
         vocab_size=theirs.vocab_size,
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.kv_heads,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=theirs.max_position_embeddings,
         rope_parameters=theirs.rope_parameters,
@@ -153,7 +155,9 @@ def new_ssm(target_path: Path, args: argparse.Namespace):
             embedding - embedding.mean(0), full_matrices=False
         )
         projected = embedding @ directions[: args.hidden].T
-        ssm.model.embed_tokens.weight.copy_(projected / projected.std() * 0.05)
+        ssm.model.embed_tokens.weight.copy_(projected / projected.std() * 0.5)
+        ssm.model.norm.weight.fill_(0.05)
+        write_copy_heads(ssm, common)
     return ssm
 
 
@@ -225,14 +229,16 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         ssm = LlamaForCausalLM.from_pretrained(args.resume, dtype=torch.float32)
     else:
-        ssm = new_ssm(target_path, args)
+        rows, _ = load(args.data / "samples.jsonl")
+        ssm = new_ssm(target_path, args, frequent_tokens(rows, FREQUENT_TOKENS))
     rng = random.Random(args.seed)
-    decay = [p for p in ssm.parameters() if p.dim() > 1]
-    rest = [p for p in ssm.parameters() if p.dim() <= 1]
+    embedding = ssm.model.embed_tokens.weight
+    layers = [p for p in ssm.parameters() if p is not embedding]
+    rates = (args.lr, args.lr / 2)
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0}],
-        lr=args.lr,
+        [{"params": layers}, {"params": [embedding]}],
         betas=(0.9, 0.95),
+        weight_decay=0.01,
         fused=True,
     )
     print(f"{sum(p.numel() for p in ssm.parameters()) / 1e6:.1f} M parameters")
@@ -247,9 +253,9 @@ def train(args: argparse.Namespace) -> None:
             if spent >= 1:
                 break
             warm = min(1.0, (step + 1) / 100)
-            lr = args.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * spent)))
-            for param_group in optimizer.param_groups:
-                param_group["lr"] = lr
+            decay = warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * spent)))
+            for rate, param_group in zip(rates, optimizer.param_groups, strict=True):
+                param_group["lr"] = rate * decay
             ids, mask = collate(group)
             with torch.autocast("cpu", torch.bfloat16):
                 hidden = ssm.model(ids).last_hidden_state[:, :-1][mask[:, :-1]]
@@ -265,7 +271,7 @@ def train(args: argparse.Namespace) -> None:
                 mean = sum(losses[-100:]) / len(losses[-100:])
                 print(
                     f"epoch {epoch} step {step} {100 * spent:.0f}% rows {len(rows)} "
-                    f"loss {mean:.3f} lr {lr:.1e}",
+                    f"loss {mean:.3f}",
                     flush=True,
                 )
             if time.time() - saved > args.save_minutes * 60:
@@ -296,7 +302,8 @@ def simulate(ssm, ids, first: int, num_nodes: int, max_depth: int, width: int) -
         frontier = [(0.0, ())]
         for _ in range(max_depth):
             rows = torch.tensor([ids[: first + at] + list(p) for _, p in frontier])
-            logprobs = ssm(rows).logits[:, -1].float().log_softmax(-1)
+            hidden = ssm.model(rows).last_hidden_state[:, -1]
+            logprobs = ssm.lm_head(hidden).float().log_softmax(-1)
             values, tokens = logprobs.topk(width)
             grown = [
                 (score + value, (*path, token))
@@ -365,10 +372,8 @@ def main() -> None:
     stage.add_argument("--resume", type=Path, help="continue from this SSM")
     stage.add_argument("--hidden", type=int, default=256)
     stage.add_argument("--intermediate", type=int, default=512)
-    stage.add_argument("--layers", type=int, default=2)
-    stage.add_argument("--kv-heads", type=int, default=2)
-    stage.add_argument("--lr", type=float, default=3e-3)
-    stage.add_argument("--batch-tokens", type=int, default=1024)
+    stage.add_argument("--lr", type=float, default=2e-3)
+    stage.add_argument("--batch-tokens", type=int, default=1536)
     stage.add_argument("--minutes", type=float, default=60)
     stage.add_argument("--save-minutes", type=float, default=5)
     stage.add_argument("--threads", type=int, default=1)

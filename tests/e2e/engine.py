@@ -76,6 +76,14 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     }[name]()
 
 
+def _top_gaps(logprobs) -> list[float] | None:
+    """Distance of the two best logits at each position, where logprobs were asked."""
+    if not logprobs:
+        return None
+    best = (sorted((v.logprob for v in p.values()), reverse=True) for p in logprobs)
+    return [values[0] - values[1] for values in best]
+
+
 def _run_job(job: dict) -> dict:
     with _mutation(job.get("mutation")):
         return _generate(job)
@@ -100,6 +108,7 @@ def _generate(job: dict) -> dict:
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     result = {
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
+        "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),

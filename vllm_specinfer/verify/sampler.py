@@ -117,8 +117,9 @@ class TreeSampler:
         output: SamplerOutput,
     ) -> None:
         """Walk the trees; overwrite the tree requests' outputs."""
-        # Ties go to the lowest token id, as in vLLM's greedy sampler.
-        choices = logits.argmax(dim=-1).numpy()
+        # Ties go to the lowest token id, as in vLLM's greedy sampler. NumPy's argmax
+        # over a vocabulary is several times quicker than torch's.
+        choices = logits.float().numpy().argmax(axis=-1)
         input_ids = input_batch.input_ids.numpy()
         accepted: Accepted = {}
         emitted: dict[int, list[int]] = {}

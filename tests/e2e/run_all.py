@@ -1,0 +1,86 @@
+"""Greedy equality on all real prompts: 80 of MT-bench, 164 of HumanEval.
+
+    python -m tests.e2e.run_all [--dtype bfloat16] [--batches 1 8] [--trees 2,2,1 ...]
+
+float32 must be token-identical. Any other dtype may differ where the target's two best
+logits tie within rounding: each first divergence is listed with its gap in logits.
+"""
+
+import argparse
+from pathlib import Path
+
+from tests.e2e import engine
+from vllm_specinfer import assets
+
+POOL = Path(__file__).parents[2] / "examples" / "pools" / "smollm2-135m"
+TREES = ("1,1,1,1", "2,2,1", "1,1,3,1,1,1,1,1", "4,2,2,1,1", "best-first")
+
+
+def prompts(count: int) -> list[list[int]]:
+    """MT-bench as chats and HumanEval as plain text, `count` of each at most."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(assets.smollm2())
+    chats = assets.chat_token_ids(assets.smollm2(), assets.mtbench()[:count])
+    return chats + [tokenizer.encode(text) for text in assets.humaneval()[:count]]
+
+
+def main() -> None:
+    """Run and print one line per tree and batch size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--trees", nargs="+", default=list(TREES))
+    parser.add_argument("--prompts", type=int, default=200, help="of each set")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--eager", action="store_true")
+    args = parser.parse_args()
+    ids = prompts(args.prompts)
+    params = {"temperature": 0, "max_tokens": args.max_tokens}
+
+    def job(batch: int, tree: str | None = None) -> dict:
+        llm = {
+            "model": str(assets.smollm2()),
+            "dtype": args.dtype,
+            "max_model_len": 2048,
+            "max_num_seqs": batch,
+            "enforce_eager": args.eager,
+        }
+        if tree is not None:
+            llm["speculative_config"] = {"method": "specinfer", "model": args.ssm}
+            if tree != "best-first":
+                llm["speculative_config"]["tree"] = tree
+        logprobs = {} if tree or args.dtype == "float32" else {"logprobs": 2}
+        return {"llm": llm, "prompts": ids, "params": [{**params, **logprobs}]}
+
+    failed = 0
+    for batch in args.batches:
+        (plain,) = engine.run([job(batch)], timeout=7200)
+        for tree in args.trees:
+            (got,) = engine.run([job(batch, tree)], timeout=7200)
+            rate = 1 + got["accepted"] / max(got["drafts"], 1)
+            same = 0
+            for i, ((want,), (text,)) in enumerate(
+                zip(plain["tokens"], got["tokens"], strict=True)
+            ):
+                if want == text:
+                    same += 1
+                    continue
+                pairs = enumerate(zip(want, text, strict=False))
+                at = next((j for j, (a, b) in pairs if a != b), -1)
+                gap = plain["gaps"][i][0]
+                shown = f"gap {gap[at]:.4f}" if gap else "no gap recorded"
+                print(f"  prompt {i} differs at token {at}: {shown}")
+            failed += len(ids) - same
+            print(
+                f"{args.dtype} batch {batch} tree {tree}: {same} of {len(ids)} "
+                f"identical, {rate:.2f} tokens per step",
+                flush=True,
+            )
+    if failed and args.dtype == "float32":
+        raise SystemExit(f"{failed} texts must be identical in float32")
+
+
+if __name__ == "__main__":
+    main()
