@@ -182,20 +182,17 @@ struct Item {
   int64_t state;        // offset of its State
 };
 
-// Bit i is set if the row sees position `position + i`.
-inline uint32_t visible(const int64_t* words, int num_words, int position, int context,
-                        int end) {
-  uint32_t all = (1ull << kLanes) - 1;
-  int left = end - position;
-  if (left < kLanes) all &= (1u << std::max(left, 0)) - 1;
+// Bit i is set if the row sees position `position + i`; none do beyond the sequence.
+inline uint32_t visible(const int64_t* words, int num_words, int position,
+                        int context) {
   int j = position - context;
-  if (j + kLanes <= 0) return all;
+  if (j + kLanes <= 0) return ~0u;
   int lead = std::max(-j, 0);  // positions of the context before the tree
   j = std::max(j, 0);
   auto word = [&](int w) { return w < num_words ? (uint64_t)words[w] : 0; };
   uint64_t bits = word(j / 64) >> (j % 64);
   if (j % 64) bits |= word(j / 64 + 1) << (64 - j % 64);
-  return all & ((uint32_t)(bits << lead) | ((1u << lead) - 1));
+  return (uint32_t)(bits << lead) | ((1u << lead) - 1);
 }
 
 template <class T>
@@ -245,7 +242,7 @@ void attend(const Step<T>& s, const Item& item, State state, float* query) {
           const int row = first_row + (item.begin_row + m0 + r) / s.group;
           const int64_t* words = s.ancestor_bits + row * s.bits_row;
           for (int i = 0; i < width; i += kLanes) {
-            int bits = visible(words, s.num_words, t + i, context, item.end);
+            int bits = visible(words, s.num_words, t + i, context);
             store(x + i, ((IVec{} + bits) >> lane & 1) != 0 ? load(x + i)
                                                             : splat(-INFINITY));
           }
