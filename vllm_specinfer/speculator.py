@@ -106,6 +106,7 @@ class TreeSpeculator(DraftModelSpeculator):
         state.supports_prompt_embeds = TreeModelState.supports_prompt_embeds
         state.__name__ = TreeModelState.__name__
         target_model.get_model_state_cls = lambda: state
+        self._ssm = NeuralSSM(ssm, self._ssm_vllm_config, self._requests.num_caught_up)
         return ssm
 
     def set_attn(
@@ -124,13 +125,7 @@ class TreeSpeculator(DraftModelSpeculator):
             target_input_buffers,
             target_attn_groups,
         )
-        self._ssm = NeuralSSM(
-            self.model,
-            self._ssm_vllm_config,
-            self.attn_groups,
-            block_tables,
-            self._requests.num_caught_up,
-        )
+        self._ssm.bind(self.attn_groups, block_tables)
 
     @torch.inference_mode()
     def propose(

@@ -30,18 +30,29 @@ class NeuralSSM:
         self,
         model: nn.Module,
         vllm_config: VllmConfig,
-        attn_groups: list[list[AttentionGroup]],
-        block_tables: BlockTables,
         num_caught_up: np.ndarray,
     ) -> None:
-        """Bind a loaded model to the allocated KV cache.
+        """Wrap a loaded model; `bind` must follow before it drafts.
 
         Args:
             model: Any vLLM decoder with the target's vocabulary.
             vllm_config: The config to run forward passes under.
+            num_caught_up: [S] tokens whose K/V is valid; kept up to date here.
+        """
+        self._model = model
+        self._vllm_config = vllm_config
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._layer_names: list[str] = []
+        self.num_caught_up = num_caught_up
+
+    def bind(
+        self, attn_groups: list[list[AttentionGroup]], block_tables: BlockTables
+    ) -> None:
+        """Bind the model to the allocated KV cache; may be called again.
+
+        Args:
             attn_groups: The SSM's attention groups, per KV cache group.
             block_tables: The runner's block tables.
-            num_caught_up: [S] tokens whose K/V is valid; kept up to date here.
 
         Raises:
             ValueError: The SSM's layers are spread over several KV cache groups.
@@ -52,15 +63,11 @@ class NeuralSSM:
                 "the SSM's attention layers must share one KV cache group; got "
                 f"{len(used)} groups"
             )
-        self._model = model
-        self._vllm_config = vllm_config
         self._groups = attn_groups[used[0]]
         self._group_id = used[0]
         self._block_tables = block_tables
         self._block_size = block_tables.block_sizes[used[0]]
-        self._max_model_len = vllm_config.model_config.max_model_len
         self._layer_names = [n for group in self._groups for n in group.layer_names]
-        self.num_caught_up = num_caught_up
 
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """[R] scratch slots after the last token that the request owns."""
