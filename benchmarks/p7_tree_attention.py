@@ -2,7 +2,8 @@
 
 Shapes of SmolLM2-135M: 9 query heads, 3 KV heads, head size 64. All columns are
 microseconds per layer, medians of interleaved calls; vLLM's once-per-step scheduling
-is not counted. `vllm` may look at the same number of KV positions with its causal
+is not counted. On a busy machine, where medians count the scheduler's time slices, take
+a lower --percentile. `vllm` may look at the same number of KV positions with its causal
 mask; `sdpa` gets K/V already gathered and a boolean mask, `+gather` gathers them too.
 
 Run: .venv/bin/python benchmarks/p7_tree_attention.py [--dtype bfloat16]
@@ -10,10 +11,10 @@ Run: .venv/bin/python benchmarks/p7_tree_attention.py [--dtype bfloat16]
 
 import argparse
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
@@ -123,8 +124,10 @@ def columns(
     }
 
 
-def measure(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median microseconds per column; rounds of all columns alternate."""
+def measure(
+    calls: dict[str, Callable[[], object]], seconds: float, percentile: float
+) -> dict[str, float]:
+    """Microseconds per column; rounds of all columns alternate."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -134,7 +137,7 @@ def measure(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str,
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) * 1e6 for name, t in times.items()}
+    return {n: float(np.percentile(t, percentile)) * 1e6 for n, t in times.items()}
 
 
 def main() -> None:
@@ -145,10 +148,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--seconds", type=float, default=0.3, help="per table row")
+    parser.add_argument("--percentile", type=float, default=50)
     args = parser.parse_args()
     current_platform.import_kernels()
     torch.manual_seed(0)
-    print(f"threads {torch.get_num_threads()}; goal: tree <= {GOAL} vllm, < sdpa")
+    threads = torch.get_num_threads()
+    print(f"threads {threads}, percentile {args.percentile:g} of the calls")
+    print(f"goal: tree at most {GOAL} of vllm and below sdpa")
     names = ["tree", "vllm", "sdpa", "+gather"]
     heads = ["dtype", "batch", "context", "rows", *names, "tree/vllm", "tree/sdpa"]
     print(" ".join(f"{head:>9}" for head in heads))
@@ -157,7 +163,7 @@ def main() -> None:
         args.dtype or ["bfloat16", "float32"], args.batches, args.contexts, args.rows
     ):
         calls = columns(context, rows, batch, getattr(torch, dtype))
-        micros = measure(calls, args.seconds)
+        micros = measure(calls, args.seconds, args.percentile)
         to_vllm, to_sdpa = (micros["tree"] / micros[name] for name in names[1:3])
         met.append((to_vllm <= GOAL, to_sdpa < 1))
         values = [f"{micros[name]:9.1f}" for name in names]

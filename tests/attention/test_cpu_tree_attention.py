@@ -217,6 +217,16 @@ def test_trees_beyond_one_word(kernel, num_rows):
     assert_close(batch.run(kernel), batch.expected())
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+def test_one_short_tree_after_a_long_context_is_split_over_threads(num_kv_heads):
+    """The kernel joins the splits of a context; sinks count once."""
+    batch = Batch([Request(1500, random_parents(3, 1))], num_kv_heads=num_kv_heads)
+    batch.scale *= 3  # unequal maxima of the splits
+    sinks = torch.linspace(-2, 9, batch.query.shape[1])
+    assert_close(batch.run(), batch.expected())
+    assert_close(batch.run(sinks=sinks), batch.expected(sinks=sinks))
+
+
 def test_words_beyond_the_tree_change_nothing():
     batch = Batch([Request(70, random_parents(20, 3))])
     assert torch.equal(batch.run(num_words=5), batch.run())
