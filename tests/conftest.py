@@ -53,6 +53,8 @@ def v2_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give the next test the model runner of a process without specinfer."""
     from vllm_specinfer.hooks import speculative_config
 
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    # Set first: an absent variable that is deleted is not restored afterwards.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     yield
     speculative_config._switch_runner_off()

@@ -13,8 +13,6 @@ import torch
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import step_kernels
 
-_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
-
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
@@ -31,15 +29,13 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]
     return torch.load(output)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def replaced_kernels() -> Iterator[None]:
-    before = os.environ.get(_RUNNER_ENV)
+@pytest.fixture(autouse=True)
+def replaced_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Set here, it is undone: later tests keep the runner they would have had.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     cpu_v2.enable_in_worker()
-    # Later engines of this process keep the runner they would have had.
-    cpu_v2.disable_in_frontend()
-    if before is None:
-        os.environ.pop(_RUNNER_ENV, None)
     yield
+    cpu_v2.disable_in_frontend()
 
 
 @pytest.mark.parametrize("name", step_kernel_cases.CASES)
@@ -68,7 +64,6 @@ def test_registering_again_changes_nothing() -> None:
 
     kernel = input_batch._post_update_kernel
     cpu_v2.enable_in_worker()
-    cpu_v2.disable_in_frontend()
     assert input_batch._post_update_kernel is kernel
 
 
