@@ -4,8 +4,8 @@
     python examples/distill_ssm.py evaluate --data data/smollm2 --ssm runs/ssm0
 
 The SSM is a LlamaForCausalLM whose tied embedding is the target's embedding times a
-learned projection [target's hidden size, hidden size]: a table of its own would have
-ten times the parameters of all else and overfit. `train` lowers the cross-entropy to
+learned projection: a table of its own would have ten times the parameters of all else
+and overfit. `train` lowers the cross-entropy to
 the target's top tokens, and teaches copying on texts that repeat themselves;
 `evaluate` reports hit rates on the held-out head of the data.
 """
@@ -14,6 +14,7 @@ import argparse
 import collections
 import copy
 import itertools
+import json
 import math
 import random
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from copy_heads import RESERVED, write_copy_heads
 from ssm_data import LABEL, read_samples
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +35,7 @@ from transformers import (
 from vllm_specinfer import assets
 
 VALIDATION_PROMPTS = 64
+DRAFT_VOCAB = 8192
 FREQUENT_TOKENS = 4096
 SAMPLED_TOKENS = 1024
 REPEATED = 0.15  # part of the batches that teach copying
@@ -43,7 +46,7 @@ class FactoredSSM(torch.nn.Module):
 
     Args:
         target: Path of the target.
-        args: hidden, intermediate, layers and kv_heads.
+        args: hidden, intermediate and layers.
     """
 
     def __init__(self, target: Path, args: argparse.Namespace) -> None:
@@ -55,8 +58,8 @@ class FactoredSSM(torch.nn.Module):
             hidden_size=args.hidden,
             intermediate_size=args.intermediate,
             num_hidden_layers=args.layers,
-            num_attention_heads=2 * args.kv_heads,
-            num_key_value_heads=args.kv_heads,
+            num_attention_heads=8,
+            num_key_value_heads=4,
             head_dim=64,
             max_position_embeddings=theirs.max_position_embeddings,
             rope_parameters=theirs.rope_parameters,
@@ -71,10 +74,15 @@ class FactoredSSM(torch.nn.Module):
         embedding = teacher.model.embed_tokens.weight.detach()
         centred = embedding - embedding.mean(0)
         _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-        projection = directions[: args.hidden].T.contiguous()
-        scale = 0.05 / (embedding @ projection).std()
-        self.register_buffer("embedding", embedding * scale)
+        num_content = args.hidden - RESERVED
+        scale = 0.05 / (embedding @ directions[:num_content].T).std()
+        ones = torch.full((len(embedding), 1), 4 * 0.05 * math.sqrt(num_content))
+        self.register_buffer("embedding", torch.cat([embedding * scale, ones], 1))
+        projection = torch.zeros(self.embedding.shape[1], args.hidden)
+        projection[:-1, :num_content] = directions[:num_content].T
+        projection[-1, -1] = 1
         self.projection = torch.nn.Parameter(projection)
+        write_copy_heads(self.ssm, self.embedding @ projection)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding, [*ids.shape, hidden]."""
@@ -84,12 +92,13 @@ class FactoredSSM(torch.nn.Module):
         """Last hidden states [B, T, hidden] of token ids [B, T]."""
         return self.ssm.model(inputs_embeds=self.rows(ids)).last_hidden_state
 
-    def save(self, tokenizer, out: Path) -> None:
-        """Write an ordinary bfloat16 SSM with the target's tokenizer."""
+    def save(self, tokenizer, draft_vocab: list[int], out: Path) -> None:
+        """Write a bfloat16 SSM with the target's tokenizer and a draft vocabulary."""
         with torch.no_grad():
             self.ssm.model.embed_tokens.weight.copy_(self.embedding @ self.projection)
         copy.deepcopy(self.ssm).to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
+        (out / "draft_vocab.json").write_text(json.dumps({"tokens": draft_vocab}))
 
 
 def load(folder: Path) -> tuple[list[dict], list[dict]]:
@@ -214,11 +223,12 @@ def train(args: argparse.Namespace) -> None:
         # The files may still be growing: every epoch reads what is there.
         rows, _ = load(args.data)
         counts = collections.Counter(t for row in rows for t in row["answer"])
-        frequent = torch.tensor([t for t, _ in counts.most_common(FREQUENT_TOKENS)])
+        draft_vocab = [t for t, _ in counts.most_common(DRAFT_VOCAB)]
+        frequent = torch.tensor(draft_vocab[:FREQUENT_TOKENS])
         for group in batches(rows, args.batch_tokens, rng):
             spent = (time.time() - started) / budget
             if spent >= 1:
-                model.save(tokenizer, args.out)
+                model.save(tokenizer, draft_vocab, args.out)
                 return
             warm = min(1.0, (step + 1) / 100)
             decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent))
@@ -247,7 +257,7 @@ def train(args: argparse.Namespace) -> None:
                     flush=True,
                 )
             if time.time() - saved > args.save_minutes * 60:
-                model.save(tokenizer, args.out)
+                model.save(tokenizer, draft_vocab, args.out)
                 saved = time.time()
 
 
@@ -282,9 +292,8 @@ def main() -> None:
     stage = stages.add_parser("train")
     stage.add_argument("--out", type=Path, required=True)
     stage.add_argument("--hidden", type=int, default=224)
-    stage.add_argument("--intermediate", type=int, default=896)
+    stage.add_argument("--intermediate", type=int, default=640)
     stage.add_argument("--layers", type=int, default=3)
-    stage.add_argument("--kv-heads", type=int, default=2)
     stage.add_argument("--lr", type=float, default=2e-3)
     stage.add_argument("--batch-tokens", type=int, default=2048)
     stage.add_argument("--minutes", type=float, default=60)

@@ -21,6 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.drafting.growth import Frontier
+from vllm_specinfer.drafting.head import DraftHead
 
 
 class NeuralSSM:
@@ -40,6 +41,7 @@ class NeuralSSM:
             num_caught_up: [S] tokens whose K/V is valid; kept up to date here.
         """
         self._model = model
+        self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self._max_model_len = vllm_config.model_config.max_model_len
         self._layer_names: list[str] = []
@@ -77,7 +79,7 @@ class NeuralSSM:
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
         hidden = self._run(input_ids, positions, None, None)
-        self._model.compute_logits(hidden[:1])
+        self._head.top_children(hidden[:1], 1)
 
     def catch_up(
         self,
@@ -170,18 +172,8 @@ class NeuralSSM:
     def top_children(
         self, hidden: torch.Tensor, num_children: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The likeliest next tokens of each row.
-
-        Args:
-            hidden: [F, hidden].
-            num_children: K.
-
-        Returns:
-            log-probabilities [F, K] float32 and tokens [F, K] int64.
-        """
-        logits = self._model.compute_logits(hidden).float()
-        values, tokens = logits.topk(num_children, dim=-1)
-        values = values - logits.logsumexp(dim=-1, keepdim=True)
+        """Likeliest next tokens: float32 log-probabilities [F, K], int64 ids [F, K]."""
+        values, tokens = self._head.top_children(hidden, num_children)
         return values.numpy(), tokens.numpy()
 
     def _rows_of_block_table(self, slots: np.ndarray) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""The SSM's head over its own or a reduced vocabulary."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_specinfer.drafting import head as head_module
+from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE, DraftHead
+
+VOCAB, HIDDEN = 100, 16
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(
+        head_module, "get_tensor_model_parallel_world_size", lambda: 1, raising=True
+    )
+
+
+def make(tmp_path, content=None, **processor):
+    torch.manual_seed(0)
+    # Whole eighths, so that bfloat16 holds them and their products exactly.
+    weight = torch.randint(-8, 9, (VOCAB, HIDDEN)) / 8
+    if content is not None:
+        (tmp_path / DRAFT_VOCAB_FILE).write_text(json.dumps(content))
+    model = SimpleNamespace(
+        lm_head=SimpleNamespace(weight=torch.nn.Parameter(weight)),
+        logits_processor=SimpleNamespace(
+            **{"soft_cap": None, "scale": 1.0, **processor}
+        ),
+        compute_logits=lambda hidden: hidden @ weight.T,
+    )
+    config = SimpleNamespace(
+        model=str(tmp_path), revision=None, get_vocab_size=lambda: VOCAB
+    )
+    return DraftHead(model, config), weight
+
+
+def best(logits, tokens, k):
+    kept = logits[:, tokens]
+    values, places = kept.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], tokens[places[:, :k]]
+
+
+@pytest.mark.parametrize("tokens", [None, [3], [90, 4, 17, 55, 2, 61]])
+def test_children_are_the_likeliest_of_the_vocabulary(tmp_path, tokens):
+    content = None if tokens is None else {"tokens": tokens}
+    head, weight = make(tmp_path, content)
+    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
+    values, children = head.top_children(hidden, 3)
+    among = torch.arange(VOCAB) if tokens is None else torch.tensor(sorted(tokens))
+    wanted_values, wanted = best(hidden @ weight.T, among, 3)
+    torch.testing.assert_close(values, wanted_values, atol=2e-2, rtol=0)
+    chosen = (hidden @ weight.T).gather(1, children)
+    torch.testing.assert_close(chosen, (hidden @ weight.T).gather(1, wanted))
+    assert set(children.flatten().tolist()) <= set(among.tolist())
+
+
+@pytest.mark.parametrize(
+    "content", [[1, 2], {}, {"tokens": []}, {"tokens": [1, 1]}, {"tokens": [VOCAB]}]
+)
+def test_a_wrong_file_is_an_error(tmp_path, content):
+    with pytest.raises(ValueError, match="draft_vocab.json of the SSM"):
+        make(tmp_path, content)
+
+
+def test_a_head_with_more_than_rows_is_used_whole(tmp_path):
+    head, weight = make(tmp_path, {"tokens": [1, 2, 3]}, soft_cap=30.0)
+    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
+    _, children = head.top_children(hidden, 1)
+    chosen = (hidden @ weight.T).gather(1, children)
+    torch.testing.assert_close(chosen, (hidden @ weight.T).amax(1, keepdim=True))

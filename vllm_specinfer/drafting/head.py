@@ -1,0 +1,95 @@
+"""The SSM's output head: the likeliest next tokens of each hidden state.
+
+Most of a tiny SSM's time goes into the rows of its head, nearly all of them for tokens
+that hardly ever come next. An SSM may bring a file ``draft_vocab.json``,
+``{"tokens": [ids]}``: then only those rows are multiplied, and no other token is
+drafted. The output of the engine stays the target's either way.
+"""
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+logger = init_logger(__name__)
+
+DRAFT_VOCAB_FILE = "draft_vocab.json"
+
+
+class DraftHead:
+    """Top children by the model's own head, or by its rows of the draft vocabulary.
+
+    Dimension legend: F rows, K children, V draft vocabulary.
+    """
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        """Read the draft vocabulary, if the SSM has one.
+
+        Args:
+            model: The loaded SSM.
+            config: Its config.
+
+        Raises:
+            ValueError: The draft vocabulary is not a list of distinct token ids.
+        """
+        self._model = model
+        self._tokens: torch.Tensor | None = None
+        file = get_hf_file_to_dict(DRAFT_VOCAB_FILE, config.model, config.revision)
+        if file is None:
+            return
+        tokens = file.get("tokens") if isinstance(file, dict) else None
+        vocab_size = config.get_vocab_size()
+        if (
+            not isinstance(tokens, list)
+            or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
+            or not 1 <= len(tokens) == len(set(tokens))
+        ):
+            raise ValueError(
+                f"{DRAFT_VOCAB_FILE} of the SSM {config.model!r} must be "
+                f'{{"tokens": [...]}} with distinct ids below {vocab_size}'
+            )
+        head = getattr(model, "lm_head", None)
+        processor = getattr(model, "logits_processor", None)
+        if (
+            getattr(head, "weight", None) is None
+            or not head.weight.is_floating_point()
+            or head.weight.shape[0] < vocab_size
+            or getattr(head, "bias", None) is not None
+            or getattr(processor, "soft_cap", 0) is not None
+            or getattr(processor, "scale", 0) != 1.0
+            or get_tensor_model_parallel_world_size() > 1
+        ):
+            logger.warning(
+                "%s of the SSM %r is not used: its head is sharded, quantised, scaled, "
+                "capped or biased",
+                DRAFT_VOCAB_FILE,
+                config.model,
+            )
+            return
+        # Ascending, so that ties go to the lowest token as they do in the full head.
+        self._tokens = torch.tensor(sorted(tokens), device=head.weight.device)
+        # Drafts need no more precision, and the rows' bytes are what costs time.
+        self._rows = head.weight.data[self._tokens].to(torch.bfloat16)
+
+    def top_children(
+        self, hidden: torch.Tensor, num_children: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest next tokens of each row.
+
+        Args:
+            hidden: [F, H].
+            num_children: K.
+
+        Returns:
+            log-probabilities [F, K] float32 and tokens [F, K] int64. A draft
+            vocabulary of fewer than K tokens gives so many.
+        """
+        if self._tokens is None:
+            logits = self._model.compute_logits(hidden).float()
+        else:
+            logits = nn.functional.linear(hidden.bfloat16(), self._rows).float()
+        values, tokens = logits.topk(min(num_children, logits.shape[1]), dim=-1)
+        values = values - logits.logsumexp(dim=-1, keepdim=True)
+        return values, tokens if self._tokens is None else self._tokens[tokens]
