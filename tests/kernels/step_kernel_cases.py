@@ -558,6 +558,37 @@ def bad_words(rng: np.random.Generator) -> Outputs:
 
 
 @case
+def thinking_budget(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.sample.thinking_budget import apply_thinking_budget
+
+    rows = 40
+    logits = _f32(rng.normal(0, 1, (rows, V)))
+    requests, pos = _expanded(rng, rows)
+    caches = [_i32([-1] * M), _i32([-1] * M), _i32([0] * M)]
+    budget = _ints(rng, -1, 4, M)
+    # Three tokens only, so that the markers occur in most places.
+    tokens, drafts = _ints(rng, 0, 3, M, LEN), _ints(rng, 0, 3, rows)
+    total = _ints(rng, 0, 12, M)
+    for grown in range(3):
+        # The second and third call find the caches of the one before.
+        apply_thinking_budget(
+            logits,
+            _i32(np.unique(requests)),
+            requests,
+            budget,
+            tokens,
+            total + 5 * grown * (total > 0),
+            drafts,
+            pos,
+            *caches,
+            _i32([1, 0]),
+            _i32([0, 1]),
+            _i32([2, 0, 2]),
+        )
+    return {"logits": logits, **{f"cache{i}": c for i, c in enumerate(caches)}}
+
+
+@case
 def topk_log_softmax(rng: np.random.Generator) -> Outputs:
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 

@@ -14,6 +14,7 @@ from vllm_specinfer.kernels.cpu import (
     logprobs,
     penalties,
     sampling,
+    thinking_budget,
 )
 
 _PACKAGE = "vllm.v1.worker.gpu."
@@ -52,6 +53,10 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
         logprobs.prompt_logprobs_token_ids
     ),
     # vLLM's own draft_model chain, to compare with.
+    "sample.thinking_budget.update_committed_marker_cache": (
+        thinking_budget.update_committed_marker_cache
+    ),
+    "sample.thinking_budget.thinking_budget": thinking_budget.thinking_budget,
     "spec_decode.standalone_ar.speculator.prepare_prefill_inputs": (
         chain_rejection.prepare_draft_prefill_inputs
     ),
@@ -71,7 +76,6 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
 
 # Kernels without a replacement, and the option that launches them.
 UNAVAILABLE = {
-    "sample.thinking_budget.update_committed_marker_cache": "thinking_token_budget",
     "sample.output.compact_sampling_mask": "return_sampling_mask",
     "sample.trace_replay.trace_replay": "trace replay",
 }
