@@ -569,8 +569,8 @@ def thinking_budget(rng: np.random.Generator) -> Outputs:
     # Three tokens only, so that the markers occur in most places.
     tokens, drafts = _ints(rng, 0, 3, M, LEN), _ints(rng, 0, 3, rows)
     total = _ints(rng, 0, 12, M)
-    for grown in range(3):
-        # The second and third call find the caches of the one before.
+    for grown in (2, 0, 1):
+        # Later calls find the caches of the one before, which may be ahead of them.
         apply_thinking_budget(
             logits,
             _i32(np.unique(requests)),
