@@ -335,6 +335,7 @@ def test_fp8_kv_is_refused_on_a_cpu_only():
         ({"impl": SimpleNamespace(sliding_window=(63, 0))}, "sliding window"),
         ({"impl": SimpleNamespace(alibi_slopes=[1.0])}, "ALiBi"),
         ({"attention_chunk_size": 64}, "chunked-local attention"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
         ({"kv_lora_rank": 32}, "MLA"),
         ({"mamba_type": "mamba1"}, "a recurrent state"),
     ],

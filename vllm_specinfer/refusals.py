@@ -160,6 +160,8 @@ def layer_reason(layers: Iterable[tuple[str, Any]]) -> str | None:
                 return _layer_sentence(name, "ALiBi")
             if getattr(holder, "attention_chunk_size", None) is not None:
                 return _layer_sentence(name, "chunked-local attention")
+            if (kind := getattr(holder, "attn_type", "decoder")) != "decoder":
+                return _layer_sentence(name, f"{kind} attention")
         if getattr(layer, "kv_lora_rank", None) is not None:
             return _layer_sentence(name, "MLA")
         if hasattr(layer, "mamba_type"):

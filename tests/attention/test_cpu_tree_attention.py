@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -415,30 +415,6 @@ def test_a_step_without_trees_is_the_stock_step(monkeypatch):
     ours = make_impl(batch, monkeypatch)
     expected = forward(batch, stock, metadata)
     assert torch.equal(forward(batch, ours, metadata), expected)
-
-
-@pytest.mark.parametrize(
-    ("option", "word"),
-    [
-        ({"sliding_window": 16}, "sliding window"),
-        ({"alibi_slopes": [0.1] * 4}, "ALiBi"),
-        ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"attn_type": AttentionType.ENCODER_DECODER}, "decoder"),
-    ],
-)
-def test_what_trees_cannot_run_is_refused_only_for_tree_rows(option, word, monkeypatch):
-    batch = Batch([Request(50, random_parents(8, 17))])
-    impl = make_impl(batch, monkeypatch, **option)
-    assert word in impl.tree_unsupported_reason()
-    assert make_impl(batch, monkeypatch).tree_unsupported_reason() is None
-    with pytest.raises(ValueError, match=word):
-        forward(batch, impl, build(batch, batch.tree_rows()))
-
-
-def test_a_stock_step_of_a_refused_layer_runs(monkeypatch):
-    batch = Batch([Request(50, chain(8), is_tree=False)], unwritten=0)
-    impl = make_impl(batch, monkeypatch, sliding_window=16)
-    assert not forward(batch, impl, build(batch, None)).isnan().any()
 
 
 def test_register_replaces_the_cpu_backend_and_may_run_twice():

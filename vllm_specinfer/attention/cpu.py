@@ -11,7 +11,6 @@ import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
-    AttentionType,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.cpu_attn import (
@@ -79,25 +78,17 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
-    """Runs tree rows through `tree_attention`, everything else through vLLM."""
+    """Runs tree rows through `tree_attention`, everything else through vLLM.
+
+    Layers that cannot run trees are refused when the models are loaded
+    (`refusals.layer_reason`).
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Built while the model is, so that no step waits for a compiler.
         extension.load()
         self._float_sinks: torch.Tensor | None = None
-
-    def tree_unsupported_reason(self) -> str | None:
-        """Why this layer's rows cannot form trees, or None."""
-        if self.attn_type != AttentionType.DECODER:
-            return f"attention must be a decoder's for trees; got {self.attn_type}"
-        if self.sliding_window != -1:
-            return f"sliding window must be off for trees; got {self.sliding_window}"
-        if self.alibi_slopes is not None:
-            return "ALiBi must be off for trees; got slopes"
-        if self.is_fp8_kv_cache:
-            return f"the KV cache must not be fp8 for trees; got {self.kv_cache_dtype}"
-        return None
 
     def forward(
         self,
@@ -126,9 +117,6 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
 
         Returns:
             `output`.
-
-        Raises:
-            ValueError: A tree row meets a layer that cannot run trees.
         """
         tree = getattr(attn_metadata, "tree", None)
         if tree is None or not tree.all_tree:
@@ -145,8 +133,6 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             )
             if tree is None:
                 return output
-        if (reason := self.tree_unsupported_reason()) is not None:
-            raise ValueError(reason)
         if self.sinks is not None and self._float_sinks is None:
             self._float_sinks = self.sinks.float().contiguous()
         num_tokens = attn_metadata.num_actual_tokens
