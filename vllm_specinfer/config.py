@@ -4,7 +4,7 @@ Unpickled in engine and worker processes before any plugin is loaded there, so t
 module needs vLLM but no hook.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig
@@ -69,6 +69,9 @@ class SpecInferConfig(SpeculativeConfig):
     """What the user asked for, defaults filled in."""
     ssm_model_configs: SkipValidation[tuple[ModelConfig, ...]] = ()
     """One model config per SSM, in the order of ``sources``."""
+
+    verifies_with_plain_sampler: ClassVar[bool] = True
+    """Every sampling parameter of plain decoding applies (hooks/sampling_params.py)."""
 
     @classmethod
     def create(

@@ -15,6 +15,7 @@ def register() -> None:
     """
     if os.environ.get(DISABLE_ENV, "0") not in ("", "0"):
         return
-    from vllm_specinfer.hooks import speculative_config
+    from vllm_specinfer.hooks import sampling_params, speculative_config
 
     speculative_config.install()
+    sampling_params.install()

@@ -19,6 +19,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.noise import DraftNoise
 from vllm_specinfer.drafting.requests import DraftRequests
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
@@ -136,6 +137,11 @@ class TreeSpeculator(DraftModelSpeculator):
         last_hidden_states: torch.Tensor,
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
         **kwargs: Any,
@@ -149,6 +155,11 @@ class TreeSpeculator(DraftModelSpeculator):
             last_hidden_states: Unused.
             aux_hidden_states: Unused.
             num_sampled: [R] tokens emitted per request; 0 inside a prompt.
+            num_rejected: Unused.
+            last_sampled: Unused.
+            next_prefill_tokens: Unused.
+            temperature: [S] per request slot, 0 for greedy requests.
+            seeds: [S] int64.
             *args: Unused.
             dummy_run: Profiling or compilation; request slots must not be touched.
             **kwargs: Unused.
@@ -169,7 +180,14 @@ class TreeSpeculator(DraftModelSpeculator):
         growing, num_tokens, hidden = self._catch_up(input_batch, num_sampled.numpy())
         if len(growing):
             grown = slots[growing]
-            tokens, parents = self._grow(grown, num_tokens, hidden)
+            tokens, parents = self._grow(
+                grown,
+                num_tokens,
+                hidden,
+                DraftNoise(
+                    seeds.numpy()[grown], num_tokens - 1, temperature.numpy()[grown]
+                ),
+            )
             drafts[growing] = tokens
             self._trees.write(grown, parents, num_tokens - 1)
         return torch.from_numpy(drafts)
@@ -202,17 +220,24 @@ class TreeSpeculator(DraftModelSpeculator):
         return growing, wanted[growing], hidden[torch.from_numpy(grows)]
 
     def _grow(
-        self, slots: np.ndarray, num_tokens: np.ndarray, hidden: torch.Tensor
+        self,
+        slots: np.ndarray,
+        num_tokens: np.ndarray,
+        hidden: torch.Tensor,
+        noise: DraftNoise,
     ) -> tuple[np.ndarray, np.ndarray]:
+        """[R', N] tokens and parents; `noise` is that of the roots' rows."""
         growth = TreeGrowth(
             self.speculative_config.tree,
             self.num_speculative_steps,
             capacity=self._ssm.capacity(slots, num_tokens),
             max_depth=self.max_model_len - num_tokens,
         )
+        rows = noise
         while True:
-            children = self._ssm.top_children(hidden, growth.num_children)
+            children = self._ssm.top_children(hidden, growth.num_children, rows)
             frontier = growth.extend(*children)
             if frontier is None:
                 return growth.finish()
             hidden = self._ssm.run_level(frontier, slots, num_tokens)
+            rows = noise.of(frontier.requests, frontier.depth)

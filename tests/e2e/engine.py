@@ -1,8 +1,8 @@
 """Runs engines in a process of its own: `python -m tests.e2e.engine JOBS RESULTS`.
 
 JOBS is a JSON list of {"llm": {...}, "prompts": [[ids]], "params": [{...}],
-"batched": bool, "mutation": name or null}; RESULTS gets, per job, the output token ids
-per prompt and the speculation counts.
+"batched": bool, "mutation": name or null, "plain_v2": bool}; RESULTS gets, per job, the
+output token ids and logprobs per prompt and the speculation counts.
 """
 
 import contextlib
@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
+
+from vllm_specinfer.hooks import cpu_v2
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,6 +48,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm.logger import init_logger
 
     from vllm_specinfer import model_state
+    from vllm_specinfer.kernels.cpu import gumbel
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
     from vllm_specinfer.verify import sampler
@@ -59,11 +62,12 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             bits[start : start + rows] = chain_bits(rows, bits.shape[1])
         return bits
 
-    def parents_token_as_bonus(tokens, parents, choices):
-        path, emitted = walk(tokens, parents, choices)
-        return path, [*emitted[:-1], int(choices[(0, *path)[-2:][0]])]
+    def parents_token_as_bonus(self, batch, emitted, levels):
+        emitted = [[*tokens[:-1], tokens[-2:][0]] for tokens in emitted]
+        return output(self, batch, emitted, levels)
 
-    walk = sampler.walk
+    output = sampler.TreeSampler._output
+    prefix = gumbel._prefix
     return {
         "mask": lambda: mock.patch.object(StepPlan, "ancestor_bits", causal_mask),
         "position": lambda: mock.patch.object(
@@ -72,7 +76,15 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "commit": lambda: mock.patch.object(
             model_state.TreeModelState, "commit", lambda *args: None
         ),
-        "bonus": lambda: mock.patch.object(sampler, "walk", parents_token_as_bonus),
+        "look_back": lambda: mock.patch.object(
+            sampler.TreeSampler, "_look_back", lambda self, slots: [False] * len(slots)
+        ),
+        "noise": lambda: mock.patch.object(
+            gumbel, "_prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
+        ),
+        "bonus": lambda: mock.patch.object(
+            sampler.TreeSampler, "_output", parents_token_as_bonus
+        ),
     }[name]()
 
 
@@ -81,7 +93,25 @@ def _top_gaps(logprobs) -> list[float] | None:
     if not logprobs:
         return None
     best = (sorted((v.logprob for v in p.values()), reverse=True) for p in logprobs)
-    return [values[0] - values[1] for values in best]
+    return [values[0] - values[1] for values in best if len(values) > 1]
+
+
+def _params(params: dict) -> dict:
+    """Undo what JSON does to the keys of logit_bias."""
+    bias = params.get("logit_bias")
+    if bias is None:
+        return params
+    return {**params, "logit_bias": {int(t): value for t, value in bias.items()}}
+
+
+def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
+    """(token, log-probability, rank) of what each position reports."""
+    if not logprobs:
+        return None
+    return [
+        [(token, value.logprob, value.rank) for token, value in position.items()]
+        for position in logprobs
+    ]
 
 
 def _run_job(job: dict) -> dict:
@@ -92,9 +122,13 @@ def _run_job(job: dict) -> dict:
 def _generate(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
+    if job.get("plain_v2"):
+        # Model Runner V2 without speculation; V1 draws other random numbers.
+        cpu_v2.enable_in_frontend()
+        job["llm"]["worker_cls"] = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
     llm = LLM(disable_log_stats=False, **job["llm"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    params = [SamplingParams(**p) for p in job["params"]]
+    params = [SamplingParams(**_params(p)) for p in job["params"]]
     if len(params) == 1:
         params *= len(prompts)
     if job.get("batched", True):
@@ -109,6 +143,7 @@ def _generate(job: dict) -> dict:
     result = {
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
         "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
+        "logprobs": [[_logprobs(c.logprobs) for c in o.outputs] for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),

@@ -8,12 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB = 96
 
 
-def tiny_llama(folder: Path, seed: int, **overrides: object) -> str:
+def tiny_llama(folder: Path, seed: int, scale: float = 6, **overrides: object) -> str:
     """A random Llama whose greedy text is varied and free of near-ties.
 
     Args:
         folder: Where to write it.
         seed: Of the weights.
+        scale: Of the weight matrices; the larger, the surer the model.
         **overrides: LlamaConfig fields.
 
     Returns:
@@ -37,7 +38,7 @@ def tiny_llama(folder: Path, seed: int, **overrides: object) -> str:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.mul_(6)
+                parameter.mul_(scale)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -62,3 +63,16 @@ def noisy_copy(model: str, folder: Path, noise: float, seed: int = 1) -> str:
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
     copy.save_pretrained(folder)
     return str(folder)
+
+
+def add_tokenizer(*folders: str) -> None:
+    """Give models a tokenizer whose token i is the character chr(32 + i)."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {chr(32 + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=chr(31 + VOCAB)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    for folder in folders:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

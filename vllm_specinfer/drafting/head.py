@@ -13,6 +13,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+from vllm_specinfer.drafting.noise import DraftNoise
+
 logger = init_logger(__name__)
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"
@@ -74,13 +76,14 @@ class DraftHead:
         self._rows = head.weight.data[self._tokens].to(torch.bfloat16)
 
     def top_children(
-        self, hidden: torch.Tensor, num_children: int
+        self, hidden: torch.Tensor, num_children: int, noise: DraftNoise | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest next tokens of each row.
 
         Args:
             hidden: [F, H].
             num_children: K.
+            noise: What sampled rows add before the best are taken.
 
         Returns:
             log-probabilities [F, K] float32 and tokens [F, K] int64. A draft
@@ -90,6 +93,8 @@ class DraftHead:
             logits = self._model.compute_logits(hidden).float()
         else:
             logits = nn.functional.linear(hidden.bfloat16(), self._rows).float()
+        if noise is not None:
+            logits = noise.added_to(logits, self._tokens)
         values, tokens = logits.topk(min(num_children, logits.shape[1]), dim=-1)
         values = values - logits.logsumexp(dim=-1, keepdim=True)
         return values, tokens if self._tokens is None else self._tokens[tokens]

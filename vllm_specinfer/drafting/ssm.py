@@ -22,6 +22,7 @@ from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
+from vllm_specinfer.drafting.noise import DraftNoise
 
 
 class NeuralSSM:
@@ -170,10 +171,10 @@ class NeuralSSM:
         )
 
     def top_children(
-        self, hidden: torch.Tensor, num_children: int
+        self, hidden: torch.Tensor, num_children: int, noise: DraftNoise
     ) -> tuple[np.ndarray, np.ndarray]:
         """Likeliest next tokens: float32 log-probabilities [F, K], int64 ids [F, K]."""
-        values, tokens = self._head.top_children(hidden, num_children)
+        values, tokens = self._head.top_children(hidden, num_children, noise)
         return values.numpy(), tokens.numpy()
 
     def _rows_of_block_table(self, slots: np.ndarray) -> torch.Tensor:

@@ -1,19 +1,21 @@
 """The rejection sampler of tree steps: verify, emit, commit.
 
-Dimension legend: R requests, L logits rows of a step, V vocabulary.
+Dimension legend: R requests of the batch, L logits rows of a step, V vocabulary, G
+requests whose walk still goes on at some level.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.verify.greedy import walk
+from vllm_specinfer.verify.walk import TreeWalk
 
 # Accepted rows of a step: batch index -> path, row i + 1 = node i.
 Accepted = dict[int, list[int]]
@@ -22,9 +24,11 @@ Accepted = dict[int, list[int]]
 class TreeSampler:
     """Stands where vLLM has its RejectionSampler (same call, same outputs).
 
-    Called only when some request of the batch has drafts. Requests without a live
-    tree get the token of their first row from vLLM's own sampler, and all their
-    drafts are rejected.
+    Called only when some request of the batch has drafts. The walk goes level by level:
+    vLLM's own sampler draws the next token of the row each request stands at, with the
+    noise that plain decoding draws at that position, and the request moves on while a
+    child holds that token. So a request emits what plain decoding emits, whatever its
+    sampling parameters. Requests without a live tree stop at their first row.
     """
 
     # vLLM's warm-up reads it from whatever verifies drafts (gpu/warmup.py).
@@ -39,7 +43,7 @@ class TreeSampler:
         """Wrap vLLM's sampler.
 
         Args:
-            sampler: vLLM's sampler, for rows without a tree.
+            sampler: vLLM's sampler.
             plan_of: The tree layout of a batch, None where it has no live tree.
             commit: Moves the accepted rows' K/V to consecutive slots.
         """
@@ -66,78 +70,178 @@ class TreeSampler:
             Accepted path and bonus token per request, in order.
         """
         plan = self._plan_of(input_batch)
-        if plan is None or not plan.all_tree or self.sampler.compute_nans:
-            output = self._sample_roots(logits, input_batch)
-        else:
-            output = SamplerOutput(
-                sampled_token_ids=torch.zeros(input_batch.num_reqs, 1).long(),
-                logprobs_tensors=None,
-                num_nans=None,
-                num_sampled=torch.ones(input_batch.num_reqs, dtype=torch.int32),
-                num_rejected=torch.zeros(input_batch.num_reqs, dtype=torch.int32),
-            )
+        emitted: list[list[int]] = [[] for _ in range(input_batch.num_reqs)]
+        walks: dict[int, TreeWalk] = {}
         if plan is not None:
-            self._verify(logits, input_batch, plan, output)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            output.num_sampled,
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
-        output.num_sampled, output.num_rejected = num_sampled, num_rejected
-        return output
+            # Siblings share a position, which is also the place of their noise.
+            positions = input_batch.positions.clone()
+            plan.fill_positions(positions.numpy())
+            input_batch = replace(input_batch, positions=positions)
+            input_ids = input_batch.input_ids.numpy()
+            for i in plan.tree_requests():
+                start, rows = plan.query_start_loc[i], plan.num_rows[i]
+                walks[i] = TreeWalk(
+                    input_ids[start + 1 : start + rows],
+                    plan.table.parents[plan.slots[i], : rows - 1],
+                )
+        levels: list[tuple[Sequence[int], SamplerOutput]] = []
+        standing: Sequence[int] = range(input_batch.num_reqs)
+        while standing:
+            paths = [walks[i].path if i in walks else [] for i in standing]
+            output = self._sample(logits, input_batch, standing, paths)
+            levels.append((standing, output))
+            tokens = output.sampled_token_ids[:, 0].tolist()
+            for i, token in zip(standing, tokens, strict=True):
+                emitted[i].append(token)
+            standing = [
+                i
+                for i, token in zip(standing, tokens, strict=True)
+                if i in walks and walks[i].advance(token)
+            ]
+        self._commit(input_batch, {i: walk.path for i, walk in walks.items()})
+        return self._output(input_batch, emitted, levels)
 
-    def _sample_roots(
-        self, logits: torch.Tensor, input_batch: InputBatch
-    ) -> SamplerOutput:
-        """Plain sampling of each request's first row."""
-        num_reqs = input_batch.num_reqs
-        roots = input_batch.cu_num_logits[:-1].long()
-        rows = torch.arange(
-            num_reqs + 1, dtype=torch.int32, device=input_batch.cu_num_logits.device
-        )
-        view = replace(
-            input_batch,
-            expanded_idx_mapping=input_batch.idx_mapping,
-            expanded_local_pos=torch.zeros_like(rows[:-1]),
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
-            logits_indices=input_batch.logits_indices[roots],
-            cu_num_logits=rows,
-            cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32),
-        )
-        return self.sampler(logits[roots], view)
-
-    def _verify(
+    def _sample(
         self,
         logits: torch.Tensor,
-        input_batch: InputBatch,
-        plan: StepPlan,
-        output: SamplerOutput,
-    ) -> None:
-        """Walk the trees; overwrite the tree requests' outputs."""
-        # Ties go to the lowest token id, as in vLLM's greedy sampler. NumPy's argmax
-        # over a vocabulary is several times quicker than torch's.
-        choices = logits.float().numpy().argmax(axis=-1)
-        input_ids = input_batch.input_ids.numpy()
-        accepted: Accepted = {}
-        emitted: dict[int, list[int]] = {}
-        for i in plan.tree_requests():
-            rows = plan.num_rows[i]
-            start = plan.query_start_loc[i]
-            first = input_batch.cu_num_logits_np[i]
-            accepted[i], emitted[i] = walk(
-                input_ids[start + 1 : start + rows],
-                plan.table.parents[plan.slots[i], : rows - 1],
-                choices[first : first + rows],
+        batch: InputBatch,
+        requests: Sequence[int],
+        paths: list[list[int]],
+    ) -> SamplerOutput:
+        """Plain sampling of the row each request stands at.
+
+        Args:
+            logits: [L, V].
+            batch: The step's batch, with depth positions.
+            requests: [G] batch indices.
+            paths: [G] accepted rows of each, the last one is where it stands.
+
+        Returns:
+            [G, 1] tokens, and the logprobs of the G rows where a request wants some.
+        """
+        requests = list(requests)
+        slots = batch.idx_mapping_np[requests]
+        first = batch.cu_num_logits_np
+        chains = [
+            [0, *path] if looks_back else [path[-1] if path else 0]
+            for path, looks_back in zip(paths, self._look_back(slots), strict=True)
+        ]
+        counts = np.array([len(chain) for chain in chains])
+        rows = [
+            int(first[i]) + row
+            for i, chain in zip(requests, chains, strict=True)
+            for row in chain
+        ]
+        logits = logits[rows]
+        if self._only_argmax(slots):
+            # Ties go to the lowest token id, as in vLLM's sampler. NumPy's argmax over
+            # a vocabulary is several times quicker than torch's.
+            best = logits.float().numpy().argmax(axis=-1)
+            return SamplerOutput(
+                sampled_token_ids=torch.from_numpy(best[:, None]),
+                logprobs_tensors=None,
+                num_nans=None,
+                num_sampled=None,
+                num_rejected=None,
             )
-        width = max(map(len, emitted.values()))
-        sampled = torch.zeros(input_batch.num_reqs, width, dtype=torch.int64)
-        sampled[:, :1] = output.sampled_token_ids
-        sampled_np, num_sampled = sampled.numpy(), output.num_sampled.numpy()
-        for i, tokens in emitted.items():
-            sampled_np[i, : len(tokens)] = tokens
-            num_sampled[i] = len(tokens)
-        output.sampled_token_ids = sampled
-        self._commit(input_batch, accepted)
+        mapping = torch.from_numpy(slots)
+        ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        view = replace(
+            batch,
+            num_reqs=len(slots),
+            idx_mapping=mapping,
+            idx_mapping_np=slots,
+            expanded_idx_mapping=mapping.repeat_interleave(torch.from_numpy(counts)),
+            # Processors that look back find a row's prefix in the rows before it.
+            expanded_local_pos=torch.from_numpy(
+                np.concatenate([np.arange(n, dtype=np.int32) for n in counts])
+            ),
+            seq_lens=batch.seq_lens[requests],
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[requests],
+            logits_indices=batch.logits_indices[rows],
+            cu_num_logits=torch.from_numpy(ends),
+            cu_num_logits_np=ends,
+        )
+        output = self.sampler(logits, view)
+        last = torch.from_numpy(ends[1:] - 1)
+        output.sampled_token_ids = output.sampled_token_ids[last]
+        if (found := output.logprobs_tensors) is not None:
+            output.logprobs_tensors = LogprobsTensors(
+                found.logprob_token_ids[last],
+                found.logprobs[last],
+                found.selected_token_ranks[last],
+            )
+        return output
+
+    def _look_back(self, slots: np.ndarray) -> list[bool]:
+        """Whose logits depend on the tokens drafted before a row."""
+        bias, penalties, bad_words, *custom = self.sampler.logits_processors
+        thinking = self.sampler.thinking_budget_state
+        looks = penalties.use_penalty[slots] | (bad_words.num_bad_words.np[slots] > 0)
+        if thinking.enabled:
+            looks = looks | thinking.use_thinking_budget[slots]
+        return (looks | bool(custom)).tolist()
+
+    def _only_argmax(self, slots: np.ndarray) -> bool:
+        """Nothing but the best logit is asked of these requests' rows."""
+        sampler = self.sampler
+        return not (
+            sampler.compute_nans
+            or sampler.needs_logits_processing[slots].any()
+            or sampler.sampling_states.temperature.np[slots].any()
+            or sampler.get_logprobs_dims(slots) is not None
+        )
+
+    def _output(
+        self,
+        batch: InputBatch,
+        emitted: list[list[int]],
+        levels: list[tuple[Sequence[int], SamplerOutput]],
+    ) -> SamplerOutput:
+        """Put the levels' tokens and logprobs together by request."""
+        counts = [len(tokens) for tokens in emitted]
+        sampled = np.zeros((len(emitted), max(counts)), np.int64)
+        for i, tokens in enumerate(emitted):
+            sampled[i, : len(tokens)] = tokens
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            torch.tensor(counts, dtype=torch.int32),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=torch.from_numpy(sampled),
+            logprobs_tensors=_joined_logprobs(counts, levels),
+            num_nans=levels[0][1].num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+
+def _joined_logprobs(
+    counts: list[int], levels: list[tuple[Sequence[int], SamplerOutput]]
+) -> LogprobsTensors | None:
+    """The levels' logprobs, one row per emitted token, request by request.
+
+    Args:
+        counts: [R] emitted tokens per request.
+        levels: Per level the requests and their rows.
+    """
+    if levels[0][1].logprobs_tensors is None:
+        return None
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    # The first level has all requests, so no later one is wider.
+    ids, logprobs, ranks = (
+        part.new_zeros((int(ends[-1]), *part.shape[1:]))
+        for part in levels[0][1].logprobs_tensors[:3]
+    )
+    for depth, (requests, output) in enumerate(levels):
+        if (found := output.logprobs_tensors) is None:
+            continue
+        rows = torch.from_numpy(ends[list(requests)] + depth)
+        width = found.logprob_token_ids.shape[1]
+        ids[rows, :width] = found.logprob_token_ids
+        logprobs[rows, :width] = found.logprobs
+        ranks[rows] = found.selected_token_ranks
+    return LogprobsTensors(ids, logprobs, ranks, ends.tolist())

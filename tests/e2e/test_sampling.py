@@ -1,0 +1,146 @@
+"""Sampled text, logprobs and every sampling parameter: the same with and without trees.
+
+The comparison is with plain decoding on the same model runner, whose noise depends on
+seed, position and token alone; a tree's rows are drawn with the very same noise.
+"""
+
+import pytest
+
+from tests.e2e import engine
+from tests.e2e.models import VOCAB, add_tokenizer, noisy_copy, tiny_llama
+from tests.e2e.test_greedy import PROMPTS, TREES, job
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "seed": 5}
+GREEDY = {**SAMPLED, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    # Flat enough that temperature 1 does not always draw the best token.
+    target = tiny_llama(folder / "target", seed=0, scale=3)
+    return target, noisy_copy(target, folder / "ssm", noise=0.05)
+
+
+def plain(models, params, prompts=None, **llm):
+    return {**job(models, None, params, prompts, **llm), "plain_v2": True}
+
+
+def test_seeded_samples_are_those_of_plain_decoding_for_every_tree(models):
+    params = [{**SAMPLED, "seed": 100 + i} for i in range(len(PROMPTS))]
+    trees = [job(models, config, params) for config in TREES.values()]
+    trees.append(job(models, {}, params, batched=False))
+    expected, greedy, *trees = engine.run(
+        [plain(models, params), plain(models, [GREEDY]), *trees]
+    )
+    assert expected["tokens"] != greedy["tokens"]
+    for name, tree in zip([*TREES, "batch 1"], trees, strict=True):
+        print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
+        assert tree["tokens"] == expected["tokens"], name
+        assert tree["accepted"] > tree["drafts"] / 4, name
+
+
+PARAMETERS = {
+    "low temperature": {"temperature": 0.3},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "repetition": {"repetition_penalty": 1.5},
+    "greedy repetition": {"temperature": 0, "repetition_penalty": 1.5},
+    "presence and frequency": {"presence_penalty": 1.0, "frequency_penalty": 0.7},
+    "logit_bias": {"logit_bias": {i: 2.0 for i in range(0, VOCAB, 3)}},
+    "allowed": {"allowed_token_ids": list(range(0, VOCAB, 2))},
+    "stop after minimum": {
+        "min_tokens": 12,
+        "stop_token_ids": list(range(0, VOCAB, 4)),
+    },
+    "logprobs": {"logprobs": 3},
+    "greedy logprobs": {"temperature": 0, "logprobs": 0},
+    "prompt logprobs": {"logprobs": 1, "prompt_logprobs": 1},
+    "several": {"n": 3},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "logprobs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logits"])
+def test_every_sampling_parameter_is_served_as_without_trees(models, mode):
+    params = [{**SAMPLED, **extra} for extra in PARAMETERS.values()]
+    prompts = [PROMPTS[3 + i % 4] for i in range(len(params))]
+    llm = {"logprobs_mode": mode, "max_num_seqs": 5}
+    expected, tree, wide = engine.run(
+        [
+            plain(models, params, prompts, **llm),
+            job(models, {}, params, prompts, **llm),
+            job(models, TREES["wide"], params, prompts, **llm),
+        ]
+    )
+    for got in (tree, wide):
+        assert got["accepted"] > got["drafts"] / 4
+        for i, name in enumerate(PARAMETERS):
+            assert got["tokens"][i] == expected["tokens"][i], name
+            for ours, theirs in zip(
+                got["logprobs"][i], expected["logprobs"][i], strict=True
+            ):
+                assert (ours is None) == (theirs is None), name
+                for a, b in zip(ours or [], theirs or [], strict=True):
+                    assert [(t, r) for t, _, r in a] == [(t, r) for t, _, r in b], name
+                    assert [p for _, p, _ in a] == pytest.approx(
+                        [p for _, p, _ in b], abs=1e-3
+                    ), name
+
+
+def test_the_equality_tests_see_each_wrong_rule(models):
+    """Processors without their path, noise without its position, flat positions."""
+    params = [{**SAMPLED, "repetition_penalty": 1.5, "seed": i} for i in range(8)]
+    mutations = ("look_back", "noise", "position", "bonus")
+    expected, tree, *mutants = engine.run(
+        [
+            plain(models, params),
+            job(models, TREES["wide"], params),
+            *(
+                {**job(models, TREES["wide"], params), "mutation": name}
+                for name in mutations
+            ),
+        ]
+    )
+    assert tree["tokens"] == expected["tokens"]
+    for name, mutant in zip(mutations, mutants, strict=True):
+        assert mutant["tokens"] != expected["tokens"], name
+
+
+def test_bad_words_and_stop_strings_are_served_as_without_trees(models):
+    add_tokenizer(*models)
+    llm = {"skip_tokenizer_init": False}
+    kinds = [SAMPLED, GREEDY] * 3
+    prompts = [PROMPTS[3]] * len(kinds)
+    (free,) = engine.run([plain(models, kinds, prompts, **llm)])
+    texts = ["".join(chr(32 + t) for t in tokens[0]) for tokens in free["tokens"]]
+    # What these requests would have written: pairs, triples, and a stop in the middle.
+    extras = [
+        {"bad_words": [texts[0][1:3], texts[0][10:13], texts[0][20]]},
+        {"bad_words": [texts[1][1:3], texts[1][10:13], texts[1][20]]},
+        {"stop": [texts[2][15:17]], "include_stop_str_in_output": True},
+        {"stop": [texts[3][15:17]]},
+        {"stop": ["never"]},
+        {"stop": ["never"]},
+    ]
+    params = [{**kind, **extra} for kind, extra in zip(kinds, extras, strict=True)]
+    expected, tree = engine.run(
+        [
+            plain(models, params, prompts, **llm),
+            job(models, {}, params, prompts, **llm),
+        ]
+    )
+    assert tree["tokens"] == expected["tokens"]
+    assert tree["accepted"] > 0
+    assert tree["tokens"][0] != free["tokens"][0]
+    assert tree["tokens"][1] != free["tokens"][1]
+    assert len(tree["tokens"][2][0]) < SAMPLED["max_tokens"]
