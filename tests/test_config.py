@@ -96,6 +96,10 @@ def test_the_users_dictionary_is_left_alone():
         ({"tree": [True]}, "tree must be made of positive integers; got True"),
         ({"tree": 4}, "tree must be an expansion such as"),
         ({"tree": {"depth": 4}}, "tree keys must be among max_depth, max_width"),
+        (
+            {"tree": {"min_probability": 1.0}},
+            r"tree.min_probability must be a number in \[0, 1\); got 1.0",
+        ),
         ({"tree": {"max_depth": 0}}, "tree.max_depth must be a positive integer"),
         ({"tree": {"max_width": "4"}}, "tree.max_width must be a positive integer"),
         ({"tree": [1], "num_speculative_tokens": 2}, "at most the tree's 1 nodes"),

@@ -19,6 +19,7 @@ MANIFEST = "manifest.json"
 
 DEFAULT_MAX_DEPTH = 4
 DEFAULT_MAX_WIDTH = 4
+DEFAULT_MIN_PROBABILITY = 0.05
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
@@ -102,10 +103,13 @@ class BestFirstTree:
     Attributes:
         max_depth: Depth of the deepest node; children of the root have depth 1.
         max_width: Most nodes of one level.
+        min_probability: Path probability, by the SSM, below which a node is dropped:
+            it would cost the target a row that is hardly ever accepted.
     """
 
     max_depth: int
     max_width: int
+    min_probability: float = DEFAULT_MIN_PROBABILITY
 
     def __post_init__(self) -> None:
         for name in ("max_depth", "max_width"):
@@ -114,6 +118,11 @@ class BestFirstTree:
                 raise ValueError(
                     f"tree.{name} must be a positive integer; got {value!r}"
                 )
+        least = self.min_probability
+        if not isinstance(least, int | float) or not 0 <= least < 1:
+            raise ValueError(
+                f"tree.min_probability must be a number in [0, 1); got {least!r}"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -275,11 +284,13 @@ def parse_tree(raw: Any) -> Tree:
     if isinstance(raw, list | tuple):
         return ExpansionTree(tuple(raw))
     if isinstance(raw, Mapping):
-        _refuse_unknown_keys(raw, ("max_depth", "max_width"), "tree")
-        return BestFirstTree(
-            max_depth=raw.get("max_depth", DEFAULT_MAX_DEPTH),
-            max_width=raw.get("max_width", DEFAULT_MAX_WIDTH),
-        )
+        defaults = {
+            "max_depth": DEFAULT_MAX_DEPTH,
+            "max_width": DEFAULT_MAX_WIDTH,
+            "min_probability": DEFAULT_MIN_PROBABILITY,
+        }
+        _refuse_unknown_keys(raw, tuple(defaults), "tree")
+        return BestFirstTree(**(defaults | dict(raw)))
     raise ValueError(
         "tree must be an expansion such as [1, 1, 3, 1] or an object with max_depth "
         f"and max_width; got {raw!r}"

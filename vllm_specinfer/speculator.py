@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
-from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.growth import NO_TOKEN, TreeGrowth
 from vllm_specinfer.drafting.noise import DraftNoise
 from vllm_specinfer.drafting.requests import DraftRequests
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -53,6 +53,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
         self._ssm_vllm_config = vllm_config
         self._ssm: NeuralSSM | None = None
+        # Nodes of each tree of the last batch by request id; the rest have none.
+        self.tree_sizes: dict[str, int] = {}
 
     @property
     def attn_vllm_config(self) -> VllmConfig:
@@ -177,6 +179,7 @@ class TreeSpeculator(DraftModelSpeculator):
             return torch.from_numpy(drafts)
         slots = input_batch.idx_mapping_np
         self._trees.drop(slots)
+        self.tree_sizes = {}
         growing, num_tokens, hidden = self._catch_up(input_batch, num_sampled.numpy())
         if len(growing):
             grown = slots[growing]
@@ -189,6 +192,9 @@ class TreeSpeculator(DraftModelSpeculator):
                 ),
             )
             drafts[growing] = tokens
+            sizes = (tokens != NO_TOKEN).sum(axis=1)
+            for i, size in zip(growing.tolist(), sizes.tolist(), strict=True):
+                self.tree_sizes[input_batch.req_ids[i]] = size
             self._trees.write(grown, parents, num_tokens - 1)
         return torch.from_numpy(drafts)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer import refusals
@@ -34,3 +35,23 @@ class SpecInferCPUWorker(CPUWorker):
         super().load_model(*args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
         refusals.refuse(refusals.layer_reason(layers.items()))
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The last drafts, as many as each request's tree has nodes.
+
+        The runner reports N for every request, mostly as placeholders: the tokens
+        themselves stay in the worker (vllm/v1/worker/gpu/spec_decode/utils.py).
+        """
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        sizes = self.model_runner.speculator.tree_sizes
+        return DraftTokenIds(
+            drafts.req_ids,
+            [
+                tokens[: sizes.get(req_id, 0)]
+                for req_id, tokens in zip(
+                    drafts.req_ids, drafts.draft_token_ids, strict=True
+                )
+            ],
+        )

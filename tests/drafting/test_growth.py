@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.growth import NO_TOKEN, TreeGrowth
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
@@ -89,7 +89,7 @@ def all_candidates(max_depth, width, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_best_first_keeps_the_likeliest_nodes_of_the_full_search(num_nodes, seed):
     width, depth = 12, 4  # as wide as N: the width limit never binds
-    (tree,), _ = grow(BestFirstTree(depth, width), num_nodes, (seed,))
+    (tree,), _ = grow(BestFirstTree(depth, width, 0), num_nodes, (seed,))
     tree.check_integrity()
     paths = all_candidates(depth, min(VOCAB, width), seed)
     best = sorted(paths, key=lambda p: -logprob_of(p, seed))[:num_nodes]
@@ -105,7 +105,7 @@ def test_expansion_has_the_papers_level_sizes():
 
 @pytest.mark.parametrize(
     "shape, num_nodes",
-    [(ExpansionTree((2, 2, 1)), 10), (BestFirstTree(4, 3), 9)],
+    [(ExpansionTree((2, 2, 1)), 10), (BestFirstTree(4, 3, 0), 9)],
 )
 def test_requests_grow_independently_of_their_batch(shape, num_nodes):
     seeds = (3, 1, 4)
@@ -117,7 +117,7 @@ def test_requests_grow_independently_of_their_batch(shape, num_nodes):
 
 
 def test_full_scratch_and_last_positions_stop_expansion_not_the_tree():
-    shape = BestFirstTree(4, 3)
+    shape = BestFirstTree(4, 3, 0)
     trees, levels = grow(
         shape, 9, (3, 1, 4), np.array([0, 2, 1000]), np.array([9, 9, 1])
     )
@@ -127,7 +127,22 @@ def test_full_scratch_and_last_positions_stop_expansion_not_the_tree():
     assert {len(p) for q, p in expanded if q == 2} == {1}
     for tree in trees:
         assert len(tree) == 9
-    # Whatever could not be found is a root child with token 0.
+    # Whatever could not be found is a root child without a token.
+    assert trees[0].tokens.tolist()[3:] == [NO_TOKEN] * 6
     assert trees[0].depths.tolist() == [1] * 9
     assert trees[0].parents.tolist() == [ROOT] * 9
     assert trees[2].depths.max() == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_below_the_least_probability_are_neither_kept_nor_expanded(seed):
+    (whole,), _ = grow(BestFirstTree(4, 12, 0), 30, (seed,))
+    (tree,), levels = grow(BestFirstTree(4, 12, 0.05), 30, (seed,))
+    wanted = [
+        p for p in map(whole.path, range(30)) if np.exp(logprob_of(p, seed)) >= 0.05
+    ]
+    assert 0 < len(wanted) < 30
+    assert [tree.path(i) for i in range(len(wanted))] == wanted
+    assert set(tree.tokens[len(wanted) :].tolist()) == {NO_TOKEN}
+    expanded = [path for level in levels for _, path in level]
+    assert all(np.exp(logprob_of(p, seed)) >= 0.05 for p in expanded)

@@ -19,7 +19,7 @@ TREES = {
     "wide": {"tree": "4,2,2,1,1"},
     "best_first": {},
     "many_nodes": {
-        "tree": {"max_depth": 8, "max_width": 16},
+        "tree": {"max_depth": 8, "max_width": 16, "min_probability": 0},
         "num_speculative_tokens": 80,
     },
     "truncated": {"tree": "3,3,2", "num_speculative_tokens": 7},

@@ -12,6 +12,9 @@ import numpy as np
 from vllm_specinfer.options import BestFirstTree, Tree
 from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
 
+# vLLM's own mark of a draft that is not one.
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -36,8 +39,9 @@ class TreeGrowth:
     """Candidates of R trees, from the root's children to the finished node list.
 
     A best-first tree expands, at each level, the `max_width` likeliest new nodes that
-    are among the N likeliest so far; a node outside can never come back, because a
-    child is no likelier than its parent. An expansion tree expands everything.
+    are among the N likeliest so far and not below `min_probability`; a node outside can
+    never come back, because a child is no likelier than its parent. An expansion tree
+    expands everything.
     Both keep the N nodes of highest path probability, which with ties broken by age
     is a topological and prefix-closed order.
     """
@@ -55,6 +59,8 @@ class TreeGrowth:
         """
         num_reqs = len(capacity)
         self._best_first = isinstance(tree, BestFirstTree)
+        least = tree.min_probability if self._best_first else 0.0
+        self._least = np.log(least) if least else -np.inf
         self._tree = tree
         self._num_nodes = num_nodes
         self._capacity = capacity
@@ -111,8 +117,8 @@ class TreeGrowth:
 
         Returns:
             tokens [R, N] int64 and parents [R, N] int32, likeliest nodes first. Where
-            a request found fewer than N nodes, the rest are children of the root with
-            token 0: a valid tree, only a useless one.
+            a request has fewer than N nodes, the rest are children of the root with
+            token `NO_TOKEN`.
         """
         num_reqs, num_candidates = self._tokens.shape
         rows = np.arange(num_reqs)[:, None]
@@ -123,11 +129,12 @@ class TreeGrowth:
         tokens = self._tokens[rows, order]
         old_parents = self._parents[rows, order]
         parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
-        missing = ~np.isfinite(self._logprobs[rows, order])
-        tokens[missing], parents[missing] = 0, ROOT
+        logprobs = self._logprobs[rows, order]
+        missing = ~np.isfinite(logprobs) | (logprobs < self._least)
+        tokens[missing], parents[missing] = NO_TOKEN, ROOT
         pad = self._num_nodes - tokens.shape[1]
         if pad > 0:
-            tokens = np.pad(tokens, ((0, 0), (0, pad)))
+            tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
             parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
         return tokens, parents.astype(np.int32)
 
@@ -148,6 +155,7 @@ class TreeGrowth:
         rows = np.arange(num_reqs)[:, None]
         live = np.isfinite(new_logprobs)
         if self._best_first:
+            live &= new_logprobs >= self._least
             if self._logprobs.shape[1] > self._num_nodes:
                 nth = -np.partition(-self._logprobs, self._num_nodes - 1, axis=1)
                 live &= new_logprobs >= nth[:, self._num_nodes - 1, None]
