@@ -90,7 +90,8 @@ def main() -> None:
         (speculator, "propose", "drafting"),
         (speculator._ssm, "catch_up", "  catch-up pass"),
         (speculator._ssm, "run_level", "  level: SSM pass"),
-        (speculator._ssm, "top_children", "  level: head"),
+        (speculator._ssm, "likeliest", "  level: head"),
+        (speculator._chooser, "choose", "  level: choice of children"),
         (TreeGrowth, "extend", "  level: frontier"),
     ):
         timed(holder, name, times, label)

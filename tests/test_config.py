@@ -114,7 +114,6 @@ def test_the_users_dictionary_is_left_alone():
         ({"num_speculative_tokens": 0}, "must be a positive integer; got 0"),
         ({"num_speculative_tokens": "8"}, "must be a positive integer; got '8'"),
         ({"num_speculative_tokens": True}, "must be a positive integer; got True"),
-        ({"verification": "mss"}, "verifies greedily only; got 'mss'"),
         ({"verification": "best"}, "verification must be one of auto, mss"),
         ({"verification": ["auto"]}, "verification must be one of auto, mss"),
         ({"scheduler": "learned"}, "no learned policy"),

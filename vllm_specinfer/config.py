@@ -144,9 +144,9 @@ class SpecInferConfig(SpeculativeConfig):
         return self.options.sources
 
     @property
-    def verification(self) -> str:
-        """The verification rule."""
-        return self.options.verification
+    def verification_rule(self) -> str:
+        """The verification rule, "auto" resolved."""
+        return self.options.verification_rule
 
     @property
     def scheduler(self) -> str:
@@ -171,7 +171,7 @@ class SpecInferConfig(SpeculativeConfig):
         return (
             f"SpecInferConfig(sources={self.sources}, tree={self.tree}, "
             f"num_speculative_tokens={self.num_speculative_tokens}, "
-            f"verification={self.verification!r}, scheduler={self.scheduler!r})"
+            f"verification={self.verification_rule!r}, scheduler={self.scheduler!r})"
         )
 
 

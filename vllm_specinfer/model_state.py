@@ -56,11 +56,13 @@ class TreeModelState(DefaultModelState):
         *,
         trees: TreeTable,
         requests: DraftRequests,
+        verification: str,
         draft_layer_names: set[str],
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._trees = trees
         self._requests = requests
+        self._verification = verification
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
         # One persistent buffer, so that captured graphs may read it.
@@ -141,7 +143,10 @@ class TreeModelState(DefaultModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
-        return sampler, TreeSampler(sampler, self.plan_of, self.commit)
+        self._requests.sampling = sampler.sampling_states
+        return sampler, TreeSampler(
+            sampler, self.plan_of, self.commit, self._verification
+        )
 
     def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
         """Move accepted rows' K/V to the slots right after the root, in all layers.

@@ -1,6 +1,6 @@
 """What a user may write in ``--speculative-config``, parsed.
 
-Limits of this version: one neural SSM, greedy verification, no learned policy.
+Limits of this version: one neural SSM, no learned policy.
 Standard library only, so tree code can use the nouns without vLLM.
 """
 
@@ -23,6 +23,7 @@ DEFAULT_MIN_PROBABILITY = 0.05
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
+AUTO_VERIFICATION = "coupled"  # the most tokens per step of all, see the README
 SCHEDULERS = ("auto", "static", "learned")
 KNOWN_KEYS = (
     "method",
@@ -156,7 +157,7 @@ class SpecInferOptions:
         sources: What proposes trees; exactly one SSM in this version.
         tree: The tree's limits.
         num_speculative_tokens: Most nodes of one request in one step (N).
-        verification: "auto".
+        verification: One of `VERIFICATIONS`.
         scheduler: "auto" or "static".
     """
 
@@ -165,6 +166,12 @@ class SpecInferOptions:
     num_speculative_tokens: int
     verification: str = "auto"
     scheduler: str = "auto"
+
+    @property
+    def verification_rule(self) -> str:
+        """The rule, "auto" resolved."""
+        auto = self.verification == "auto"
+        return AUTO_VERIFICATION if auto else self.verification
 
     @property
     def max_level_width(self) -> int:
@@ -213,7 +220,9 @@ def parse_options(raw: Mapping[str, Any]) -> SpecInferOptions:
         sources=_parse_sources(config),
         tree=tree,
         num_speculative_tokens=num_nodes,
-        verification=_parse_verification(config.get("verification")),
+        verification=_parse_choice(
+            "verification", config.get("verification"), VERIFICATIONS
+        ),
         scheduler=_parse_scheduler(config.get("scheduler")),
     )
 
@@ -389,16 +398,6 @@ def _read_manifest(manifest: Path) -> list[str]:
                 f"{manifest} must name folders with config.json; got {folder}"
             )
     return [str(folder) for folder in folders]
-
-
-def _parse_verification(raw: Any) -> str:
-    value = _parse_choice("verification", raw, VERIFICATIONS)
-    if value != "auto":
-        raise ValueError(
-            "verification must be 'auto', this version verifies greedily only; got "
-            f"{value!r}"
-        )
-    return value
 
 
 def _parse_scheduler(raw: Any) -> str:

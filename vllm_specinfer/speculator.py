@@ -18,12 +18,14 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
-from vllm_specinfer.drafting.growth import NO_TOKEN, TreeGrowth
-from vllm_specinfer.drafting.noise import DraftNoise
+from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.drafting.growth import NO_TOKEN, GrownTrees, TreeGrowth
 from vllm_specinfer.drafting.requests import DraftRequests
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
+from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.table import TreeTable
+from vllm_specinfer.tree.token_tree import ROOT
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -51,6 +53,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._req_states = req_states
         self._requests = DraftRequests(self.max_num_reqs)
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
+        self._chooser = ChildChooser(self.speculative_config.verification_rule)
         self._ssm_vllm_config = vllm_config
         self._ssm: NeuralSSM | None = None
         # Nodes of each tree of the last batch by request id; the rest have none.
@@ -103,6 +106,7 @@ class TreeSpeculator(DraftModelSpeculator):
             TreeModelState,
             trees=self._trees,
             requests=self._requests,
+            verification=self.speculative_config.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
         # vLLM reads two class attributes of what it is about to construct.
@@ -140,10 +144,6 @@ class TreeSpeculator(DraftModelSpeculator):
         aux_hidden_states: Any,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
         **kwargs: Any,
@@ -158,10 +158,6 @@ class TreeSpeculator(DraftModelSpeculator):
             aux_hidden_states: Unused.
             num_sampled: [R] tokens emitted per request; 0 inside a prompt.
             num_rejected: Unused.
-            last_sampled: Unused.
-            next_prefill_tokens: Unused.
-            temperature: [S] per request slot, 0 for greedy requests.
-            seeds: [S] int64.
             *args: Unused.
             dummy_run: Profiling or compilation; request slots must not be touched.
             **kwargs: Unused.
@@ -183,19 +179,12 @@ class TreeSpeculator(DraftModelSpeculator):
         growing, num_tokens, hidden = self._catch_up(input_batch, num_sampled.numpy())
         if len(growing):
             grown = slots[growing]
-            tokens, parents = self._grow(
-                grown,
-                num_tokens,
-                hidden,
-                DraftNoise(
-                    seeds.numpy()[grown], num_tokens - 1, temperature.numpy()[grown]
-                ),
-            )
-            drafts[growing] = tokens
-            sizes = (tokens != NO_TOKEN).sum(axis=1)
+            trees, draws = self._grow(grown, num_tokens, hidden)
+            drafts[growing] = trees.tokens
+            sizes = (trees.tokens != NO_TOKEN).sum(axis=1)
             for i, size in zip(growing.tolist(), sizes.tolist(), strict=True):
                 self.tree_sizes[input_batch.req_ids[i]] = size
-            self._trees.write(grown, parents, num_tokens - 1)
+            self._trees.write(grown, trees.parents, num_tokens - 1, draws)
         return torch.from_numpy(drafts)
 
     def _catch_up(
@@ -226,24 +215,38 @@ class TreeSpeculator(DraftModelSpeculator):
         return growing, wanted[growing], hidden[torch.from_numpy(grows)]
 
     def _grow(
-        self,
-        slots: np.ndarray,
-        num_tokens: np.ndarray,
-        hidden: torch.Tensor,
-        noise: DraftNoise,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[R', N] tokens and parents; `noise` is that of the roots' rows."""
+        self, slots: np.ndarray, num_tokens: np.ndarray, hidden: torch.Tensor
+    ) -> tuple[GrownTrees, list[dict[int, Draws]]]:
+        """The trees of R' requests and, per request, the draws below each node."""
         growth = TreeGrowth(
             self.speculative_config.tree,
             self.num_speculative_steps,
             capacity=self._ssm.capacity(slots, num_tokens),
             max_depth=self.max_model_len - num_tokens,
         )
-        rows = noise
+        roots = rows = self._requests.draft_rows(slots, num_tokens - 1)
+        requests, nodes = np.arange(len(slots)), np.full(len(slots), ROOT)
+        drawn: list[tuple[np.ndarray, np.ndarray, Draws]] = []
         while True:
-            children = self._ssm.top_children(hidden, growth.num_children, rows)
-            frontier = growth.extend(*children)
+            width = growth.num_children
+            children = self._chooser.choose(
+                *self._ssm.likeliest(hidden, self._chooser.num_candidates(width, rows)),
+                width,
+                rows,
+            )
+            if children.draws is not None:
+                drawn.append((requests, nodes, children.draws))
+            frontier = growth.extend(children.scores, children.tokens)
             if frontier is None:
-                return growth.finish()
+                break
             hidden = self._ssm.run_level(frontier, slots, num_tokens)
-            rows = noise.of(frontier.requests, frontier.depth)
+            requests, nodes = frontier.requests, frontier.nodes
+            rows = roots.below(requests, frontier.depth, nodes)
+        trees = growth.finish()
+        draws: list[dict[int, Draws]] = [{} for _ in slots]
+        for requests, nodes, level in drawn:
+            places = trees.places[requests, nodes]
+            for f in range(len(nodes)):
+                at = ROOT if nodes[f] == ROOT else int(places[f])
+                draws[requests[f]][at] = level.row(f)
+        return trees, draws

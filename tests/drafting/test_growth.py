@@ -36,6 +36,7 @@ def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
     requests = list(range(r))
     by_scratch = [{} for _ in seeds]
     levels = []
+    candidates = []
     while True:
         found = [
             top(ssm(path, seeds[q]), growth.num_children)
@@ -66,9 +67,14 @@ def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
             assert seen[-1] == slot
             paths.append([by_scratch[q][s] for s in seen])
             assert len(paths[-1]) == frontier.depth
+        candidates += zip(requests, frontier.nodes.tolist(), paths, strict=True)
         levels.append([(q, tuple(p)) for q, p in zip(requests, paths, strict=True)])
-    tokens, parents = growth.finish()
-    trees = [TokenTree(t, p) for t, p in zip(tokens, parents, strict=True)]
+    grown = growth.finish()
+    trees = [TokenTree(t, p) for t, p in zip(grown.tokens, grown.parents, strict=True)]
+    for q, candidate, path in candidates:
+        known = [trees[q].path(i) for i in range(len(trees[q]))]
+        place = grown.places[q, candidate]
+        assert known[place] == path if place < num_nodes else path not in known
     return trees, levels
 
 

@@ -49,7 +49,7 @@ def test_children_are_the_likeliest_of_the_vocabulary(tmp_path, tokens):
     content = None if tokens is None else {"tokens": tokens}
     head, weight = make(tmp_path, content)
     hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
-    values, children = head.top_children(hidden, 3)
+    values, children = head.likeliest(hidden, 3)
     among = torch.arange(VOCAB) if tokens is None else torch.tensor(sorted(tokens))
     wanted_values, wanted = best(hidden @ weight.T, among, 3)
     torch.testing.assert_close(values, wanted_values, atol=2e-2, rtol=0)
@@ -69,6 +69,6 @@ def test_a_wrong_file_is_an_error(tmp_path, content):
 def test_a_head_with_more_than_rows_is_used_whole(tmp_path):
     head, weight = make(tmp_path, {"tokens": [1, 2, 3]}, soft_cap=30.0)
     hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
-    _, children = head.top_children(hidden, 1)
+    _, children = head.likeliest(hidden, 1)
     chosen = (hidden @ weight.T).gather(1, children)
     torch.testing.assert_close(chosen, (hidden @ weight.T).amax(1, keepdim=True))

@@ -48,10 +48,12 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm.logger import init_logger
 
     from vllm_specinfer import model_state
+    from vllm_specinfer.drafting import children
     from vllm_specinfer.kernels.cpu import gumbel
+    from vllm_specinfer.tree.proposals import NO_DRAW
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
-    from vllm_specinfer.verify import sampler
+    from vllm_specinfer.verify import sampler, stochastic
 
     init_logger(__name__).warning("mutation: %s", name)
 
@@ -66,6 +68,38 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         emitted = [[*tokens[:-1], tokens[-2:][0]] for tokens in emitted]
         return output(self, batch, emitted, levels)
 
+    def changed_draws(change):
+        """Children whose draws `change` has put something else into."""
+
+        def wrong(self, logprobs, tokens, num_children, rows):
+            found = choose(self, logprobs, tokens, num_children, rows)
+            if found.draws is not None:
+                for f in range(len(found.tokens)):
+                    change(found, f)
+            return found
+
+        return lambda: mock.patch.object(children.ChildChooser, "choose", wrong)
+
+    def drop_duplicates(found, f):
+        repeated = np.isneginf(found.scores[f])
+        found.draws.places[f][repeated] = NO_DRAW
+
+    def take_the_likeliest(found, f):
+        k = found.draws.places.shape[1]
+        order = np.argsort(-found.draws.q[f], kind="stable")[:k]
+        found.draws.places[f] = order
+        found.tokens[f] = found.draws.tokens[f][order]
+
+    def drop_unlikely(found, f):
+        places = found.draws.places[f]
+        places[found.draws.q[f][places] < 0.2] = NO_DRAW
+        found.scores[f][places == NO_DRAW] = -np.inf
+        # Tests stop at the first gap.
+        kept = [p for p in places if p != NO_DRAW]
+        places[:] = kept + [NO_DRAW] * (len(places) - len(kept))
+
+    choose = children.ChildChooser.choose
+    verify_draws = stochastic.verify_draws
     output = sampler.TreeSampler._output
     prefix = gumbel._prefix
     return {
@@ -84,6 +118,15 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "bonus": lambda: mock.patch.object(
             sampler.TreeSampler, "_output", parents_token_as_bonus
+        ),
+        "duplicates_dropped": changed_draws(drop_duplicates),
+        "likeliest_children": changed_draws(take_the_likeliest),
+        "only_kept_children": changed_draws(drop_unlikely),
+        "q_not_updated": lambda: mock.patch.object(
+            stochastic, "verify_draws", lambda *args: verify_draws(*args[:-1], True)
+        ),
+        "shared_uniforms": lambda: mock.patch.object(
+            children, "DRAFT_NOISE_SALT", stochastic._TEST_SALT
         ),
     }[name]()
 

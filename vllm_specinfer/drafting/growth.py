@@ -23,6 +23,7 @@ class Frontier:
     Attributes:
         requests: [F] index of the request, ascending.
         tokens: [F] int64.
+        nodes: [F] the candidate each of them is, for `GrownTrees.places`.
         depth: Depth of all of them; the root's children have depth 1.
         scratch: [F] where the node's K/V goes: slots after the request's last token.
         ancestor_bits: [F, W] int64, the scratch slots each node sees.
@@ -30,9 +31,26 @@ class Frontier:
 
     requests: np.ndarray
     tokens: np.ndarray
+    nodes: np.ndarray
     depth: int
     scratch: np.ndarray
     ancestor_bits: np.ndarray
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """R finished trees, likeliest nodes first.
+
+    Attributes:
+        tokens: [R, N] int64. Where a request has fewer than N nodes, the rest are
+            children of the root with token `NO_TOKEN`.
+        parents: [R, N] int32.
+        places: [R, C] the node of each candidate, N or more where it is none.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    places: np.ndarray
 
 
 class TreeGrowth:
@@ -89,8 +107,9 @@ class TreeGrowth:
         """Add the frontier's children and choose the next frontier.
 
         Args:
-            logprobs: [F, K] log-probability of each child given its parent's path.
-            tokens: [F, K] int64, distinct within a row.
+            logprobs: [F, K] log-probability of each child given its parent's path;
+                -inf where there is none.
+            tokens: [F, K] int64, distinct within a row where there is a child.
 
         Returns:
             The nodes to run next, or None when the trees are done.
@@ -112,14 +131,8 @@ class TreeGrowth:
             return None
         return self._advance(first, new_logprobs, logprobs.shape[1])
 
-    def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """The finished trees.
-
-        Returns:
-            tokens [R, N] int64 and parents [R, N] int32, likeliest nodes first. Where
-            a request has fewer than N nodes, the rest are children of the root with
-            token `NO_TOKEN`.
-        """
+    def finish(self) -> GrownTrees:
+        """The N likeliest candidates of each tree."""
         num_reqs, num_candidates = self._tokens.shape
         rows = np.arange(num_reqs)[:, None]
         order = np.argsort(-self._logprobs, axis=1, kind="stable")
@@ -132,11 +145,12 @@ class TreeGrowth:
         logprobs = self._logprobs[rows, order]
         missing = ~np.isfinite(logprobs) | (logprobs < self._least)
         tokens[missing], parents[missing] = NO_TOKEN, ROOT
+        rank[rows, order] = np.where(missing, self._num_nodes, rank[rows, order])
         pad = self._num_nodes - tokens.shape[1]
         if pad > 0:
             tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
             parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
-        return tokens, parents.astype(np.int32)
+        return GrownTrees(tokens, parents.astype(np.int32), rank)
 
     def _max_scratch(self) -> int:
         level, total = 1, 0
@@ -183,6 +197,7 @@ class TreeGrowth:
         return Frontier(
             requests=np.nonzero(mask)[0],
             tokens=self._tokens[rows, self._columns][mask],
+            nodes=self._columns[mask],
             depth=self._depth,
             scratch=where,
             ancestor_bits=bits[mask].view(np.int64),

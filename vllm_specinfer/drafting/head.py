@@ -13,17 +13,15 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from vllm_specinfer.drafting.noise import DraftNoise
-
 logger = init_logger(__name__)
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"
 
 
 class DraftHead:
-    """Top children by the model's own head, or by its rows of the draft vocabulary.
+    """Likeliest tokens by the model's own head, or by its rows of the draft vocabulary.
 
-    Dimension legend: F rows, K children, V draft vocabulary.
+    Dimension legend: F rows, M tokens of each, V draft vocabulary.
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
@@ -75,26 +73,23 @@ class DraftHead:
         # Drafts need no more precision, and the rows' bytes are what costs time.
         self._rows = head.weight.data[self._tokens].to(torch.bfloat16)
 
-    def top_children(
-        self, hidden: torch.Tensor, num_children: int, noise: DraftNoise | None = None
+    def likeliest(
+        self, hidden: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest next tokens of each row.
+        """The likeliest next tokens of each row, in descending order.
 
         Args:
             hidden: [F, H].
-            num_children: K.
-            noise: What sampled rows add before the best are taken.
+            count: M.
 
         Returns:
-            log-probabilities [F, K] float32 and tokens [F, K] int64. A draft
-            vocabulary of fewer than K tokens gives so many.
+            log-probabilities [F, M] float32 and tokens [F, M] int64. A vocabulary of
+            fewer than M tokens gives so many.
         """
         if self._tokens is None:
             logits = self._model.compute_logits(hidden).float()
         else:
             logits = nn.functional.linear(hidden.bfloat16(), self._rows).float()
-        if noise is not None:
-            logits = noise.added_to(logits, self._tokens)
-        values, tokens = logits.topk(min(num_children, logits.shape[1]), dim=-1)
+        values, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
         values = values - logits.logsumexp(dim=-1, keepdim=True)
         return values, tokens if self._tokens is None else self._tokens[tokens]

@@ -1,7 +1,7 @@
 """A neural SSM: its forward passes over vLLM's paged KV cache.
 
-Dimension legend: S request slots, R requests of the batch, F rows of one pass, K
-children per row, W 64-bit words per bit row.
+Dimension legend: S request slots, R requests of the batch, F rows of one pass, M
+likeliest tokens of a row, W 64-bit words per bit row.
 
 The SSM's layers live in the target's block table. Its K/V of a request is valid for
 the first `num_caught_up` tokens; a growing tree uses the slots after the last token as
@@ -22,7 +22,6 @@ from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
-from vllm_specinfer.drafting.noise import DraftNoise
 
 
 class NeuralSSM:
@@ -80,7 +79,7 @@ class NeuralSSM:
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
         hidden = self._run(input_ids, positions, None, None)
-        self._head.top_children(hidden[:1], 1)
+        self._head.likeliest(hidden[:1], 1)
 
     def catch_up(
         self,
@@ -170,11 +169,11 @@ class NeuralSSM:
             kv_slots,
         )
 
-    def top_children(
-        self, hidden: torch.Tensor, num_children: int, noise: DraftNoise
+    def likeliest(
+        self, hidden: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Likeliest next tokens: float32 log-probabilities [F, K], int64 ids [F, K]."""
-        values, tokens = self._head.top_children(hidden, num_children, noise)
+        """Likeliest next tokens: float32 log-probabilities [F, M], int64 ids [F, M]."""
+        values, tokens = self._head.likeliest(hidden, count)
         return values.numpy(), tokens.numpy()
 
     def _rows_of_block_table(self, slots: np.ndarray) -> torch.Tensor:

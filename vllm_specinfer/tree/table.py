@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ancestor_bits, node_depths, num_words
 
 NO_TREE = -1
@@ -29,13 +30,19 @@ class TreeTable:
         words = num_words(num_nodes + 1)
         self.bits = np.zeros((max_num_reqs, num_nodes + 1, words), np.int64)
         self.root_positions = np.full(max_num_reqs, NO_TREE, np.int64)
+        # Per slot the draws behind each node's children, by node; `ROOT` is one.
+        self.draws: list[dict[int, Draws]] = [{} for _ in range(max_num_reqs)]
 
     def drop(self, slots: np.ndarray | int) -> None:
         """Forget the trees of these slots."""
         self.root_positions[slots] = NO_TREE
 
     def write(
-        self, slots: np.ndarray, parents: np.ndarray, root_positions: np.ndarray
+        self,
+        slots: np.ndarray,
+        parents: np.ndarray,
+        root_positions: np.ndarray,
+        draws: list[dict[int, Draws]],
     ) -> None:
         """Store new trees.
 
@@ -43,11 +50,14 @@ class TreeTable:
             slots: [R] request slots.
             parents: [R, N] int32.
             root_positions: [R] position of each root, the last verified token.
+            draws: [R] by node; nodes whose children were not drawn are left out.
         """
         self.parents[slots] = parents
         self.depths[slots] = node_depths(parents)
         self.bits[slots] = ancestor_bits(parents)
         self.root_positions[slots] = root_positions
+        for slot, of_request in zip(slots.tolist(), draws, strict=True):
+            self.draws[slot] = of_request
 
     def plan_step(
         self,

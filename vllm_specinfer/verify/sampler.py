@@ -14,7 +14,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.table import StepPlan
+from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
 # Accepted rows of a step: batch index -> path, row i + 1 = node i.
@@ -25,10 +27,13 @@ class TreeSampler:
     """Stands where vLLM has its RejectionSampler (same call, same outputs).
 
     Called only when some request of the batch has drafts. The walk goes level by level:
-    vLLM's own sampler draws the next token of the row each request stands at, with the
-    noise that plain decoding draws at that position, and the request moves on while a
-    child holds that token. So a request emits what plain decoding emits, whatever its
-    sampling parameters. Requests without a live tree stop at their first row.
+    each request draws the next token of the row it stands at and moves on while a child
+    holds that token. Requests without a live tree stop at their first row.
+
+    The draw is vLLM's own, with the noise of plain decoding at that position: so a
+    request emits what plain decoding emits, whatever its sampling parameters. Under
+    "mss" and "rrs" a sampled request's draw is the outcome of the tests of the children
+    drawn below that row, which has the same distribution.
     """
 
     # vLLM's warm-up reads it from whatever verifies drafts (gpu/warmup.py).
@@ -39,6 +44,7 @@ class TreeSampler:
         sampler: Sampler,
         plan_of: Callable[[InputBatch], StepPlan | None],
         commit: Callable[[InputBatch, Accepted], None],
+        verification: str = "coupled",
     ) -> None:
         """Wrap vLLM's sampler.
 
@@ -46,10 +52,14 @@ class TreeSampler:
             sampler: vLLM's sampler.
             plan_of: The tree layout of a batch, None where it has no live tree.
             commit: Moves the accepted rows' K/V to consecutive slots.
+            verification: "coupled", "naive", "mss" or "rrs".
         """
         self.sampler = sampler
         self._plan_of = plan_of
         self._commit = commit
+        self._tests: DrawTestingSampler | None = None
+        if verification in ("mss", "rrs"):
+            self._tests = DrawTestingSampler(sampler, replaces=verification == "mss")
 
     def __call__(
         self,
@@ -88,7 +98,8 @@ class TreeSampler:
         standing: Sequence[int] = range(input_batch.num_reqs)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
-            output = self._sample(logits, input_batch, standing, paths)
+            draws = self._draws(plan, walks, standing)
+            output = self._sample(logits, input_batch, standing, paths, draws)
             levels.append((standing, output))
             tokens = output.sampled_token_ids[:, 0].tolist()
             for i, token in zip(standing, tokens, strict=True):
@@ -107,14 +118,16 @@ class TreeSampler:
         batch: InputBatch,
         requests: Sequence[int],
         paths: list[list[int]],
+        draws: list[Draws | None],
     ) -> SamplerOutput:
-        """Plain sampling of the row each request stands at.
+        """Sampling of the row each request stands at.
 
         Args:
             logits: [L, V].
             batch: The step's batch, with depth positions.
             requests: [G] batch indices.
             paths: [G] accepted rows of each, the last one is where it stands.
+            draws: [G] drawn children of that row, if any.
 
         Returns:
             [G, 1] tokens, and the logprobs of the G rows where a request wants some.
@@ -162,8 +175,13 @@ class TreeSampler:
             cu_num_logits=torch.from_numpy(ends),
             cu_num_logits_np=ends,
         )
-        output = self.sampler(logits, view)
         last = torch.from_numpy(ends[1:] - 1)
+        if self._tests is None:
+            output = self.sampler(logits, view)
+        else:
+            expected = zip(last.tolist(), draws, strict=True)
+            self._tests.expect({row: d for row, d in expected if d is not None})
+            output = self._tests(logits, view)
         output.sampled_token_ids = output.sampled_token_ids[last]
         if (found := output.logprobs_tensors) is not None:
             output.logprobs_tensors = LogprobsTensors(
@@ -172,6 +190,18 @@ class TreeSampler:
                 found.selected_token_ranks[last],
             )
         return output
+
+    def _draws(
+        self,
+        plan: StepPlan | None,
+        walks: dict[int, TreeWalk],
+        requests: Sequence[int],
+    ) -> list[Draws | None]:
+        """[G] the drawn children of the row each request stands at."""
+        return [
+            plan.table.draws[plan.slots[i]].get(walks[i].node) if i in walks else None
+            for i in requests
+        ]
 
     def _look_back(self, slots: np.ndarray) -> list[bool]:
         """Whose logits depend on the tokens drafted before a row."""

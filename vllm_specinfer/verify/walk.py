@@ -24,10 +24,14 @@ class TreeWalk:
         pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
         self._children = {pair: node for node, pair in reversed(list(enumerate(pairs)))}
 
+    @property
+    def node(self) -> int:
+        """The node it stands at."""
+        return self.path[-1] - 1 if self.path else ROOT
+
     def advance(self, token: int) -> bool:
         """Move to the child that holds the target's token; False where none does."""
-        at = self.path[-1] - 1 if self.path else ROOT
-        node = self._children.get((at, token))
+        node = self._children.get((self.node, token))
         if node is None:
             return False
         self.path.append(node + 1)

@@ -80,6 +80,21 @@ def gumbel_noise(
     return -np.log(-np.log(u)) if use_fp64 else -np.log(-_log1p_neg(u))
 
 
+def uniform(seed: int, pos: int, counters: np.ndarray) -> np.ndarray:
+    """Uniform numbers between 0 and 1, both excluded, of (seed, pos, counter).
+
+    Args:
+        seed: A 64-bit seed.
+        pos: Position in the request, plus a multiple of ``DRAFT_NOISE_SALT`` for a
+            stream of its own.
+        counters: [n] non-negative, below 2**32.
+
+    Returns:
+        [n] float64.
+    """
+    return _uniform(seed, pos, counters, use_fp64=True)
+
+
 def _uniform(seed: int, pos: int, tokens: np.ndarray, use_fp64: bool) -> np.ndarray:
     if use_fp64:
         random = _hash32(seed, pos, tokens, _HIGH_HALF_DOMAIN).astype(np.uint64) << 32

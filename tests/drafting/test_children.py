@@ -1,0 +1,130 @@
+"""Children are the likeliest tokens, or drawn from the distribution they keep."""
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_specinfer.drafting.children import ChildChooser, DraftRows
+from vllm_specinfer.kernels.cpu.gumbel import gumbel_noise
+from vllm_specinfer.tree.proposals import NO_DRAW
+from vllm_specinfer.tree.token_tree import ROOT
+
+VOCAB = 6
+LOGITS = np.array([1.5, 1.1, 0.4, 0.0, -0.5, -1.0], np.float32)
+TOKENS = np.array([3, 9, 4, 1, 12, 7])
+Q = np.exp(LOGITS) / np.exp(LOGITS).sum()
+
+
+def rows(count, temperature=1.0, **params):
+    values = {"top_k": 1000, "top_p": 1.0, "min_p": 0.0, **params}
+    return DraftRows(
+        seeds=np.arange(count) * 7919 + 11,
+        roots=np.full(count, 40),
+        depths=np.zeros(count, np.int64),
+        nodes=np.full(count, ROOT),
+        temperatures=np.full(count, temperature, np.float32),
+        **{name: np.full(count, value) for name, value in values.items()},
+    )
+
+
+def choose(rule, k, draft_rows):
+    count = len(draft_rows.seeds)
+    logprobs = np.tile(np.log(Q).astype(np.float32), (count, 1))
+    tokens = np.tile(TOKENS, (count, 1))
+    return ChildChooser(rule).choose(logprobs, tokens, k, draft_rows)
+
+
+def close(counts, expected):
+    """Chi-square over outcomes at about five sigma."""
+    expected = np.asarray(expected) * np.sum(counts)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    return statistic < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "mss", "rrs", "naive"])
+def test_greedy_rows_get_the_likeliest(rule):
+    found = choose(rule, 3, rows(2, temperature=0.0))
+    assert found.tokens.tolist() == [TOKENS[:3].tolist()] * 2
+    assert found.scores == pytest.approx(np.log(Q[:3])[None].repeat(2, 0), abs=1e-6)
+    assert found.draws is None
+
+
+@pytest.mark.parametrize("rule", ["mss", "rrs"])
+def test_pairs_of_draws_have_their_joint_distribution(rule):
+    draws = choose(rule, 2, rows(40_000)).draws
+    counts = np.zeros((VOCAB, VOCAB))
+    np.add.at(counts, (draws.places[:, 0], draws.places[:, 1]), 1)
+    joint = np.outer(Q, Q)
+    if rule == "rrs":
+        joint = joint / (1 - Q)[:, None]
+        assert not np.diag(counts).any()
+        off = ~np.eye(VOCAB, dtype=bool)
+        joint, counts = joint[off], counts[off]
+    assert close(counts.ravel(), joint.ravel())
+    assert draws.q[0] == pytest.approx(Q, abs=1e-6)
+    assert (draws.tokens[0] == TOKENS).all()
+
+
+def test_places_of_one_tree_and_steps_of_one_request_draw_independently():
+    one = rows(20_000)
+    elsewhere = [
+        one.below(np.arange(20_000), 0, np.zeros(20_000, int)),
+        DraftRows(**{**vars(one), "roots": one.roots + 1}),
+        DraftRows(**{**vars(one), "seeds": one.seeds + 1}),
+    ]
+    first = choose("mss", 1, one).draws.places[:, 0]
+    for other in elsewhere:
+        second = choose("mss", 1, other).draws.places[:, 0]
+        counts = np.zeros((VOCAB, VOCAB))
+        np.add.at(counts, (first, second), 1)
+        assert close(counts.ravel(), np.outer(Q, Q).ravel())
+
+
+def test_equal_draws_share_a_child_but_both_are_kept():
+    found = choose("mss", 3, rows(500))
+    for f in range(500):
+        places = found.draws.places[f].tolist()
+        assert NO_DRAW not in places
+        for j, place in enumerate(places):
+            assert np.isfinite(found.scores[f, j]) == (place not in places[:j])
+
+
+def test_draws_without_replacement_end_when_nothing_is_left():
+    found = choose("rrs", 4, rows(50, top_k=2))
+    assert (found.draws.places[:, 2:] == NO_DRAW).all()
+    assert set(found.draws.places[:, :2].ravel()) == {0, 1}
+    assert np.isneginf(found.scores[:, 2:]).all()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.3}],
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_requests_parameters(params, temperature):
+    q = choose("mss", 1, rows(1, temperature, **params)).draws.q[0]
+    logits = torch.from_numpy(LOGITS / np.float32(temperature))[None].clone()
+    if "min_p" in params:
+        probs = logits.softmax(-1)
+        logits[probs < params["min_p"] * probs.max()] = -torch.inf
+    k, p = params.get("top_k"), params.get("top_p")
+    wanted = apply_top_k_top_p(
+        logits,
+        None if k is None else torch.tensor([k]),
+        None if p is None else torch.tensor([p]),
+    ).softmax(-1)[0]
+    assert q == pytest.approx(wanted.numpy(), abs=1e-6)
+
+
+def test_coupled_children_share_the_noise_of_plain_decoding():
+    draft_rows = rows(200, temperature=0.5)
+    draft_rows = draft_rows.below(np.arange(200), 3, np.arange(200))
+    found = choose("coupled", 2, draft_rows)
+    assert found.draws is None
+    for f in range(200):
+        noise = gumbel_noise(int(draft_rows.seeds[f]), 43, TOKENS)
+        order = np.argsort(-(LOGITS / 0.5 + noise))
+        assert found.tokens[f].tolist() == TOKENS[order[:2]].tolist()
+        assert found.scores[f, 0] > found.scores[f, 1]

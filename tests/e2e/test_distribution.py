@@ -1,0 +1,38 @@
+"""Sampled texts have the target's joint distribution under every verification rule."""
+
+import pytest
+
+from tests.e2e import distribution, engine
+
+DRAWS = 12_000
+MUTATIONS = {
+    # Rules that silently change the distribution, by the rule they spoil.
+    "duplicates_dropped": "mss",
+    "q_not_updated": "rrs",
+    "likeliest_children": "mss",
+    "only_kept_children": "mss",
+    "shared_uniforms": "mss",
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return distribution.models(tmp_path_factory.mktemp("models"))
+
+
+def test_every_rule_keeps_the_joint_distribution(pair):
+    jobs = [distribution.job(pair, rule, DRAWS) for rule in distribution.RULES]
+    expected = distribution.joint(pair[0], 1.0)
+    for rule, result in zip(distribution.RULES, engine.run(jobs), strict=True):
+        assert result["accepted"] > result["drafts"] / 3, rule
+        assert distribution.p_value(result, expected) > 1e-3, rule
+
+
+def test_wrong_rules_fail_the_same_test(pair):
+    jobs = [
+        distribution.job(pair, rule, DRAWS, mutation=name)
+        for name, rule in MUTATIONS.items()
+    ]
+    expected = distribution.joint(pair[0], 1.0)
+    for name, result in zip(MUTATIONS, engine.run(jobs), strict=True):
+        assert distribution.p_value(result, expected) < 1e-4, name

@@ -1,0 +1,95 @@
+"""The engine's stochastic rules against the reference, decision by decision."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_specinfer.tree.proposals import NO_DRAW, Draws, stacked
+from vllm_specinfer.verify import reference
+from vllm_specinfer.verify.stochastic import verify_draws
+
+VOCAB = 7
+RULES = {"mss": reference.mss, "rrs": reference.rrsw}
+
+
+class Scripted:
+    """Decisions from given uniform numbers, in the order the rules ask for them."""
+
+    def __init__(self, tests, residual):
+        self.tests, self.residual = list(tests), residual
+
+    def accept(self, probability):
+        return self.tests.pop(0) < probability
+
+    def choose(self, weights):
+        if (weights == 1).all():  # which proposal is next: the order of drawing
+            return 0
+        sums = weights.cumsum(0)
+        return int((sums <= self.residual * sums[-1]).sum())
+
+
+def a_case(rng, num_draws, replaces):
+    """p [V], the draws of one node, and the same as proposals of the reference."""
+    p = rng.dirichlet(np.full(VOCAB, 0.4))
+    tokens = rng.permutation(VOCAB)[: rng.integers(2, VOCAB + 1)]
+    q = rng.dirichlet(np.full(len(tokens), 0.6))
+    if replaces:
+        places = rng.choice(len(tokens), num_draws, p=q)
+    else:
+        num_draws = min(num_draws, (q > 0).sum())
+        places = rng.choice(len(tokens), num_draws, replace=False, p=q)
+    whole = torch.zeros(VOCAB, dtype=torch.float64)
+    whole[torch.from_numpy(tokens)] = torch.from_numpy(q)
+    drawn = tokens[places].tolist()
+    qs = [whole] * len(drawn)
+    if not replaces:
+        qs = reference.without_replacement(whole, drawn)
+    proposals = [
+        reference.Proposal(token, child, q_)
+        for child, (token, q_) in enumerate(zip(drawn, qs, strict=True))
+    ]
+    return p, Draws(places[None], tokens[None], q[None]), proposals
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+)
+def test_every_request_of_a_batch_gets_the_references_token(rule, seed, sizes):
+    rng = np.random.default_rng(seed)
+    cases = [a_case(rng, size, rule == "mss") for size in sizes]
+    draws = stacked([c[1] for c in cases])
+    tests = rng.random(draws.places.shape)
+    residuals = rng.random(len(cases))
+    p = np.array([c[0] for c in cases])
+    got = verify_draws(p, draws, tests, residuals, rule == "mss")
+    for g, (p, _, proposals) in enumerate(cases):
+        chance = Scripted(tests[g], residuals[g])
+        token, _ = RULES[rule](torch.from_numpy(p), proposals, chance)
+        assert got[g] == token
+
+
+def test_the_difference_between_the_rules_shows():
+    """Fails if one rule were run as the other: independent draws tested as RRS."""
+    rng = np.random.default_rng(0)
+    differs = 0
+    for _ in range(200):
+        p, draws, _ = a_case(rng, 3, replaces=True)
+        tests, residuals = rng.random((1, 3)), rng.random(1)
+        mss, rrs = (
+            verify_draws(p[None], draws, tests, residuals, r) for r in (True, False)
+        )
+        differs += int(mss[0] != rrs[0])
+    assert differs > 10
+
+
+def test_a_target_equal_to_the_ssm_accepts_the_first_draw():
+    q = np.array([[0.5, 0.25, 0.25]])
+    draws = Draws(np.array([[2, NO_DRAW]]), np.array([[4, 1, 3]]), q)
+    p = np.zeros((1, VOCAB))
+    p[0, draws.tokens[0]] = q[0]
+    for u in (1e-9, 0.5, 1 - 1e-9):
+        assert verify_draws(p, draws, np.array([[u, u]]), np.array([u]), True) == [3]

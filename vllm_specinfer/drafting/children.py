@@ -1,0 +1,177 @@
+"""Which children a node gets: the SSM's likeliest tokens, or draws.
+
+Greedy requests take the likeliest. A sampled request's children depend on how its tree
+will be verified (`Verification`):
+
+- coupled: the target's token is the argmax of its scaled logits plus noise of (seed,
+  position, token). The SSM's logits with the same noise have the same argmax whenever
+  the models agree well enough, so the best tokens of that sum guess the draw itself.
+- mss, naive: independent draws from the SSM's distribution q; rrs: draws without
+  replacement. They are tested against q, so their randomness is their own.
+
+Draws come from the `NUM_CANDIDATES` likeliest tokens, renormalised: q is whatever the
+draws are made from, and so little of it is all that a test needs to remember.
+
+Dimension legend: F rows of one level, M likeliest tokens of each, K children.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, gumbel_noise, uniform
+from vllm_specinfer.tree.proposals import NO_DRAW, Draws
+
+NUM_CANDIDATES = 128
+
+# A first guess of how often a test accepts: this where q is flat, 1 where q is sure.
+FLAT_ACCEPTANCE = 0.4
+_MAX_CHILDREN = 1 << 10
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """What the choice of children depends on besides the SSM, for F rows.
+
+    Attributes:
+        seeds: [F] int64 of the rows' requests.
+        roots: [F] int64, the position of each tree's root.
+        depths: [F] of each row's node; the root's is 0.
+        nodes: [F] a number of each row's node that no other node of its tree has.
+        temperatures: [F] float32, 0 for greedy requests.
+        top_k: [F] the request's, at least the vocabulary size for none.
+        top_p: [F] float32.
+        min_p: [F] float32.
+    """
+
+    seeds: np.ndarray
+    roots: np.ndarray
+    depths: np.ndarray
+    nodes: np.ndarray
+    temperatures: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+    def below(self, rows: np.ndarray, depth: int, nodes: np.ndarray) -> "DraftRows":
+        """Rows of the same trees deeper down: `rows` [F'] choose among the roots."""
+        per_request = ("seeds", "roots", "temperatures", "top_k", "top_p", "min_p")
+        chosen = {name: getattr(self, name)[rows] for name in per_request}
+        return replace(self, **chosen, depths=np.full(len(rows), depth), nodes=nodes)
+
+
+@dataclass(frozen=True)
+class Children:
+    """The children of F rows.
+
+    Attributes:
+        scores: [F, K] float32 log of the estimated chance that verification accepts
+            the child once it stands at the row; -inf where there is none.
+        tokens: [F, K] int64, distinct where the score is finite.
+        draws: What the tests of sampled rows need; None where nothing was drawn.
+    """
+
+    scores: np.ndarray
+    tokens: np.ndarray
+    draws: Draws | None = None
+
+
+class ChildChooser:
+    """Chooses children by one verification rule."""
+
+    def __init__(self, verification: str) -> None:
+        """`verification` is "coupled", "mss", "rrs" or "naive"."""
+        self._coupled = verification == "coupled"
+        self._replaces = verification != "rrs"
+
+    def num_candidates(self, num_children: int, rows: DraftRows) -> int:
+        """How many of the likeliest tokens `choose` wants to see (M)."""
+        return max(num_children, NUM_CANDIDATES if rows.temperatures.any() else 0)
+
+    def choose(
+        self,
+        logprobs: np.ndarray,
+        tokens: np.ndarray,
+        num_children: int,
+        rows: DraftRows,
+    ) -> Children:
+        """Choose K children of each row.
+
+        Args:
+            logprobs: [F, M] float32 of the SSM, descending.
+            tokens: [F, M] int64.
+            num_children: K; fewer where M is less.
+            rows: The rows' requests and places.
+        """
+        k = min(num_children, tokens.shape[1])
+        scores, children = logprobs[:, :k].copy(), tokens[:, :k].copy()
+        sampled = np.flatnonzero(rows.temperatures)
+        if not len(sampled):
+            return Children(scores, children)
+        q = _sampling_distribution(logprobs, rows)
+        if self._coupled:
+            for f in sampled.tolist():
+                scores[f], places = _coupled(q[f], tokens[f], k, rows, f)
+                children[f] = tokens[f][places]
+            return Children(scores, children)
+        places = np.full((len(tokens), k), NO_DRAW, np.int64)
+        for f in sampled.tolist():
+            scores[f], places[f] = _drawn(q[f], k, rows, f, self._replaces)
+            children[f] = np.where(places[f] == NO_DRAW, 0, tokens[f][places[f]])
+        return Children(scores, children, Draws(places, tokens, q))
+
+
+def _sampling_distribution(logprobs: np.ndarray, rows: DraftRows) -> np.ndarray:
+    """[F, M] float64: the SSM's distribution under the requests' parameters."""
+    temperature = np.where(rows.temperatures > 0, rows.temperatures, 1.0)[:, None]
+    q = np.exp((logprobs - logprobs[:, :1]).astype(np.float64) / temperature)
+    q[q < rows.min_p[:, None] * q[:, :1]] = 0
+    q[np.arange(q.shape[1]) >= rows.top_k[:, None]] = 0
+    q /= q.sum(axis=1, keepdims=True)
+    before = np.cumsum(q, axis=1) - q
+    q[before >= rows.top_p[:, None]] = 0
+    return q / q.sum(axis=1, keepdims=True)
+
+
+def _coupled(
+    q: np.ndarray, tokens: np.ndarray, k: int, rows: DraftRows, f: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The K best of log q + the target's noise: scores and places."""
+    noise = gumbel_noise(
+        int(rows.seeds[f]), int(rows.roots[f] + rows.depths[f]), tokens
+    )
+    with np.errstate(divide="ignore"):
+        values = np.log(q) + noise
+    places = np.argsort(-values, kind="stable")[:k]
+    total = np.log(np.exp(values - values[places[0]]).sum()) + values[places[0]]
+    return values[places] - total, places
+
+
+def _drawn(
+    q: np.ndarray, k: int, rows: DraftRows, f: int, replaces: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """K draws from q: scores and places, `NO_DRAW` once nothing is left to draw."""
+    # The root's position, not the row's: no two steps may share a draw.
+    uniforms = uniform(
+        int(rows.seeds[f]),
+        int(rows.roots[f]) + DRAFT_NOISE_SALT,
+        np.arange(k) + (int(rows.nodes[f]) + 1) * _MAX_CHILDREN,
+    )
+    scores, places = np.full(k, -np.inf, np.float32), np.full(k, NO_DRAW, np.int64)
+    reached = 1.0  # the chance that every earlier test rejects
+    for j, u in enumerate(uniforms):
+        total = q.sum()
+        if total <= 0:
+            break
+        places[j] = np.searchsorted(np.cumsum(q), u * total, side="right")
+        # Rounding may end the sums a hair below the total.
+        places[j] = min(places[j], np.flatnonzero(q)[-1])
+        if places[j] in places[:j]:
+            continue  # shares the first one's node
+        accepted = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * q[places[j]] / total
+        scores[j] = np.log(reached * accepted)
+        reached *= 1 - min(accepted, 1 - 1e-6)
+        if not replaces:
+            q = q.copy()
+            q[places[j]] = 0
+    return scores, places
