@@ -29,7 +29,7 @@ CONFIG = {"tree": {"max_depth": 3, "max_width": 3}, "num_speculative_tokens": 4}
 def models(folder: Path) -> tuple[str, str]:
     """A target and an SSM, flat enough to draw every text now and then."""
     target = tiny_llama(folder / "target", seed=3, scale=2, vocab_size=VOCAB)
-    return target, noisy_copy(target, folder / "ssm", noise=0.5)
+    return target, noisy_copy(target, folder / "ssm", noise=2.0)
 
 
 @torch.inference_mode()

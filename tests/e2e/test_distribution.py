@@ -1,10 +1,10 @@
-"""Sampled texts have the target's joint distribution under every verification rule."""
+"""Sampled texts have the target's joint distribution under MSS and RRS."""
 
 import pytest
 
 from tests.e2e import distribution, engine
 
-DRAWS = 12_000
+DRAWS = 8_000
 MUTATIONS = {
     # Rules that silently change the distribution, by the rule they spoil.
     "duplicates_dropped": "mss",
@@ -20,11 +20,12 @@ def pair(tmp_path_factory):
     return distribution.models(tmp_path_factory.mktemp("models"))
 
 
-def test_every_rule_keeps_the_joint_distribution(pair):
-    jobs = [distribution.job(pair, rule, DRAWS) for rule in distribution.RULES]
+def test_stochastic_rules_keep_the_joint_distribution(pair):
+    rules = ("mss", "rrs")
+    jobs = [distribution.job(pair, rule, DRAWS) for rule in rules]
     expected = distribution.joint(pair[0], 1.0)
-    for rule, result in zip(distribution.RULES, engine.run(jobs), strict=True):
-        assert result["accepted"] > result["drafts"] / 3, rule
+    for rule, result in zip(rules, engine.run(jobs), strict=True):
+        assert result["accepted"] > result["drafts"], rule
         assert distribution.p_value(result, expected) > 1e-3, rule
 
 
