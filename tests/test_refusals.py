@@ -272,7 +272,6 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling must"),
         ({"watermark_config": {}}, "watermark_config must be left out"),
         ({"diffusion_config": {}}, "diffusion_config must be left out"),
-        ({"logits_processors": ["a.b:C"]}, "logits_processors must be left out"),
         ({"return_sampling_mask": True}, "return_sampling_mask must be left out"),
         ({"enable_trace_replay": True}, "enable_trace_replay must be left out"),
     ],

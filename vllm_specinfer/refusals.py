@@ -53,7 +53,6 @@ def feature_reason(config: Any) -> str | None:
         if value is not None:
             return _must_be_out(name, why, value)
     for name, why in (
-        ("logits_processors", "they may look back along the row order"),
         ("return_sampling_mask", "masks are not collected along a path"),
         ("enable_trace_replay", "a replayed token ignores the tree"),
     ):

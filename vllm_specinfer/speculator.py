@@ -19,13 +19,13 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.drafting.children import ChildChooser
-from vllm_specinfer.drafting.growth import NO_TOKEN, GrownTrees, TreeGrowth
+from vllm_specinfer.drafting.growth import GrownTrees, TreeGrowth
 from vllm_specinfer.drafting.requests import DraftRequests
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.table import TreeTable
-from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -56,8 +56,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._chooser = ChildChooser(self.speculative_config.verification_rule)
         self._ssm_vllm_config = vllm_config
         self._ssm: NeuralSSM | None = None
-        # Nodes of each tree of the last batch by request id; the rest have none.
-        self.tree_sizes: dict[str, int] = {}
+        # The trees of the last batch by request id; the other requests have none.
+        self.trees: dict[str, TokenTree] = {}
 
     @property
     def attn_vllm_config(self) -> VllmConfig:
@@ -175,15 +175,14 @@ class TreeSpeculator(DraftModelSpeculator):
             return torch.from_numpy(drafts)
         slots = input_batch.idx_mapping_np
         self._trees.drop(slots)
-        self.tree_sizes = {}
+        self.trees = {}
         growing, num_tokens, hidden = self._catch_up(input_batch, num_sampled.numpy())
         if len(growing):
             grown = slots[growing]
             trees, draws = self._grow(grown, num_tokens, hidden)
             drafts[growing] = trees.tokens
-            sizes = (trees.tokens != NO_TOKEN).sum(axis=1)
-            for i, size in zip(growing.tolist(), sizes.tolist(), strict=True):
-                self.tree_sizes[input_batch.req_ids[i]] = size
+            for i, tree in zip(growing.tolist(), trees.each(), strict=True):
+                self.trees[input_batch.req_ids[i]] = tree
             self._trees.write(grown, trees.parents, num_tokens - 1, draws)
         return torch.from_numpy(drafts)
 
@@ -199,18 +198,12 @@ class TreeSpeculator(DraftModelSpeculator):
         states, slots = self._req_states, input_batch.idx_mapping_np
         total = states.total_len.gpu.numpy()[slots].astype(np.int64)
         computed = states.num_computed_tokens.gpu.numpy()[slots].astype(np.int64)
-        speculates = self._requests.speculates[slots]
-        # Prompts always pass through the SSM: their blocks may be shared later.
-        wanted = np.where(
-            speculates | input_batch.is_prefilling_np[: len(slots)],
-            np.minimum(total, computed + 1),
-            0,
-        )
+        wanted = np.minimum(total, computed + 1)
         part = np.flatnonzero(wanted > self._requests.num_caught_up[slots])
         if not len(part):
             return part, wanted[part], None
         hidden = self._ssm.catch_up(slots, states.all_token_ids.gpu.numpy(), wanted)
-        grows = speculates[part] & (num_sampled[part] > 0)
+        grows = num_sampled[part] > 0
         growing = part[grows]
         return growing, wanted[growing], hidden[torch.from_numpy(grows)]
 

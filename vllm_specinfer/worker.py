@@ -7,6 +7,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer import refusals
 from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.scheduling.draft_trees import DraftTrees
 
 
 class SpecInferCPUWorker(CPUWorker):
@@ -37,21 +38,17 @@ class SpecInferCPUWorker(CPUWorker):
         refusals.refuse(refusals.layer_reason(layers.items()))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The last drafts, as many as each request's tree has nodes.
+        """The last drafts, as many as each request's tree has nodes, and their parents.
 
-        The runner reports N for every request, mostly as placeholders: the tokens
-        themselves stay in the worker (vllm/v1/worker/gpu/spec_decode/utils.py).
+        The runner reports N tokens for every request, as placeholders unless a grammar
+        wants to know them (vllm/v1/worker/gpu/spec_decode/utils.py).
         """
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        sizes = self.model_runner.speculator.tree_sizes
-        return DraftTokenIds(
-            drafts.req_ids,
-            [
-                tokens[: sizes.get(req_id, 0)]
-                for req_id, tokens in zip(
-                    drafts.req_ids, drafts.draft_token_ids, strict=True
-                )
-            ],
-        )
+        trees = self.model_runner.speculator.trees
+        parents = [
+            trees[r].parents.tolist() if r in trees else [] for r in drafts.req_ids
+        ]
+        tokens = zip(drafts.draft_token_ids, parents, strict=True)
+        return DraftTrees(drafts.req_ids, [t[: len(p)] for t, p in tokens], parents)

@@ -13,9 +13,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from vllm_specinfer.hooks import cpu_v2
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,10 +50,12 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     import numpy as np
     from vllm.logger import init_logger
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_specinfer import model_state
     from vllm_specinfer.drafting import children
     from vllm_specinfer.kernels.cpu import gumbel
+    from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree.proposals import NO_DRAW
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
@@ -116,6 +122,11 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "noise": lambda: mock.patch.object(
             gumbel, "_prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
         ),
+        "chain_grammar": lambda: mock.patch.object(
+            SpecInferScheduler,
+            "get_grammar_bitmask",
+            Scheduler.get_grammar_bitmask,
+        ),
         "bonus": lambda: mock.patch.object(
             sampler.TreeSampler, "_output", parents_token_as_bonus
         ),
@@ -139,12 +150,17 @@ def _top_gaps(logprobs) -> list[float] | None:
     return [values[0] - values[1] for values in best if len(values) > 1]
 
 
-def _params(params: dict) -> dict:
-    """Undo what JSON does to the keys of logit_bias."""
-    bias = params.get("logit_bias")
-    if bias is None:
-        return params
-    return {**params, "logit_bias": {int(t): value for t, value in bias.items()}}
+def _params(params: dict) -> "SamplingParams":
+    """Sampling parameters from JSON."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = dict(params)
+    if bias := params.get("logit_bias"):
+        params["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if grammar := params.get("structured_outputs"):
+        params["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(**params)
 
 
 def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
@@ -163,7 +179,7 @@ def _run_job(job: dict) -> dict:
 
 
 def _generate(job: dict) -> dict:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     if job.get("plain_v2"):
         # Model Runner V2 without speculation; V1 draws other random numbers.
@@ -171,7 +187,7 @@ def _generate(job: dict) -> dict:
         job["llm"]["worker_cls"] = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
     llm = LLM(disable_log_stats=False, **job["llm"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    params = [SamplingParams(**_params(p)) for p in job["params"]]
+    params = [_params(p) for p in job["params"]]
     if len(params) == 1:
         params *= len(prompts)
     if job.get("batched", True):

@@ -116,6 +116,32 @@ def test_the_equality_tests_see_each_wrong_rule(models):
         assert mutant["tokens"] != expected["tokens"], name
 
 
+def test_custom_logits_processors_see_each_nodes_path(models):
+    processors = {"logits_processors": ["tests.e2e.processors:TwoBack"]}
+    params = [
+        {**kind, "seed": i, "extra_args": {"two_back": strength}}
+        for i, (kind, strength) in enumerate(
+            [(SAMPLED, 2.0), (GREEDY, 2.0), (SAMPLED, 0.0), (GREEDY, 4.0)] * 2
+        )
+    ]
+    free, expected, tree, wide, wrong = engine.run(
+        [
+            plain(models, params),
+            plain(models, params, **processors),
+            job(models, {}, params, **processors),
+            job(models, TREES["wide"], params, **processors),
+            {
+                **job(models, TREES["wide"], params, **processors),
+                "mutation": "look_back",
+            },
+        ]
+    )
+    assert tree["tokens"] == wide["tokens"] == expected["tokens"]
+    assert expected["tokens"] != free["tokens"]
+    assert wrong["tokens"] != expected["tokens"]
+    assert tree["accepted"] > tree["drafts"] / 10
+
+
 def test_bad_words_and_stop_strings_are_served_as_without_trees(models):
     add_tokenizer(*models)
     llm = {"skip_tokenizer_init": False}

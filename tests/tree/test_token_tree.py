@@ -104,3 +104,13 @@ def test_chain_bits_are_the_causal_triangle(rows):
 def test_integrity_check_refuses_what_is_not_a_tree(tokens, parents):
     with pytest.raises(ValueError, match="must"):
         TokenTree(np.array(tokens), np.array(parents, np.int32)).check_integrity()
+
+
+@given(trees())
+def test_leaf_paths_are_the_longest_paths_and_cover_the_tree(tree):
+    paths = list(tree.leaf_paths())
+    for path in paths:
+        assert [int(tree.tokens[node]) for node in path] == tree.path(path[-1])
+        assert path[-1] not in tree.parents
+    assert {node for path in paths for node in path} == set(range(len(tree)))
+    assert len({path[-1] for path in paths}) == len(paths)

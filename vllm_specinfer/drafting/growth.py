@@ -5,12 +5,13 @@ level over all requests, K children proposed per frontier node, N nodes of a tre
 W 64-bit words per bit row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_specinfer.options import BestFirstTree, Tree
-from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
+from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, TokenTree, num_words
 
 # vLLM's own mark of a draft that is not one.
 NO_TOKEN = -1
@@ -51,6 +52,14 @@ class GrownTrees:
     tokens: np.ndarray
     parents: np.ndarray
     places: np.ndarray
+
+    def each(self) -> Iterator[TokenTree]:
+        """The trees one by one, without what is no node."""
+        sizes = (self.tokens != NO_TOKEN).sum(axis=1)
+        for tokens, parents, size in zip(
+            self.tokens, self.parents, sizes.tolist(), strict=True
+        ):
+            yield TokenTree(tokens[:size], parents[:size])
 
 
 class TreeGrowth:

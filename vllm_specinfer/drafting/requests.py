@@ -6,26 +6,22 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.tree.token_tree import ROOT
-from vllm_specinfer.verify.eligibility import no_speculation_reason
 
 
 class DraftRequests:
     """Rows per request slot.
 
     Attributes:
-        speculates: [S] bool, the request's sampling can be verified exactly.
         num_caught_up: [S] int64, tokens whose SSM K/V is valid.
         sampling: vLLM's sampling parameters of the slots, once there is a sampler.
     """
 
     def __init__(self, max_num_reqs: int) -> None:
-        self.speculates = np.zeros(max_num_reqs, bool)
         self.num_caught_up = np.zeros(max_num_reqs, np.int64)
         self.sampling: SamplingStates | None = None
 
     def add(self, slot: int, request: NewRequestData) -> None:
         """Start a request; cached blocks hold the SSM's K/V beside the target's."""
-        self.speculates[slot] = no_speculation_reason(request.sampling_params) is None
         self.num_caught_up[slot] = request.num_computed_tokens
 
     def draft_rows(self, slots: np.ndarray, roots: np.ndarray) -> DraftRows:

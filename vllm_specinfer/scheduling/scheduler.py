@@ -1,11 +1,19 @@
-"""The scheduler subclass, which lives where no other object of ours does."""
+"""The scheduler subclass: drafts that a grammar constrains are trees, not chains."""
 
 from typing import Any
 
+import numpy as np
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.scheduling.draft_trees import DraftTrees
+from vllm_specinfer.scheduling.grammar import tree_bitmask
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+
+# vLLM's stand-in for drafts that the worker keeps to itself.
+PLACEHOLDER_TOKEN = -1
 
 
 class SpecInferScheduler(Scheduler):
@@ -20,3 +28,62 @@ class SpecInferScheduler(Scheduler):
         if current_platform.is_cpu():
             cpu_v2.enable_in_frontend()
         super().__init__(*args, **kwargs)
+        # Of requests with a grammar and drafts.
+        self._trees: dict[str, TokenTree] = {}
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
+        """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
+        super().update_draft_token_ids(draft_token_ids)
+        self._trees = {r: t for r, t in self._trees.items() if r in self.requests}
+        for req_id, tokens, parents in zip(
+            draft_token_ids.req_ids,
+            draft_token_ids.draft_token_ids,
+            draft_token_ids.parents,
+            strict=True,
+        ):
+            request = self.requests.get(req_id)
+            if (
+                request is None
+                or request.is_finished()
+                or request.is_prefill_chunk
+                or not request.use_structured_output
+                or PLACEHOLDER_TOKEN in tokens
+            ):
+                continue
+            request.spec_token_ids = tokens
+            self._trees[req_id] = TokenTree(
+                np.array(tokens, np.int64), np.array(parents, np.int32)
+            )
+
+    def get_grammar_bitmask(
+        self, scheduler_output: SchedulerOutput
+    ) -> GrammarOutput | None:
+        """What grammars allow at each scheduled row, along the paths of the trees."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        ids = [
+            req_id
+            for req_id in scheduler_output.num_scheduled_tokens
+            if (request := self.requests.get(req_id))
+            and request.use_structured_output
+            and not request.is_prefill_chunk
+        ]
+        if not any(req_id in drafts for req_id in ids):
+            return super().get_grammar_bitmask(scheduler_output)
+        rows = [
+            tree_bitmask(
+                self.structured_output_manager,
+                self.requests[req_id],
+                self._scheduled_tree(req_id, drafts.get(req_id, [])),
+            )
+            for req_id in ids
+        ]
+        counts = [len(of_request) - 1 for of_request in rows]
+        return GrammarOutput(ids, np.concatenate(rows), counts)
+
+    def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
+        """The tree of a request's scheduled drafts; placeholders hang on the root."""
+        tokens = np.array(drafts, np.int64)
+        if PLACEHOLDER_TOKEN in drafts:
+            return TokenTree(tokens, np.full(len(drafts), ROOT, np.int32))
+        parents = self._trees[req_id].parents if drafts else np.zeros(0, np.int32)
+        return TokenTree(tokens, parents[: len(drafts)])

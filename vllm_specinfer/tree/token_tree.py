@@ -7,7 +7,7 @@ The root is the last verified token; it is implicit and numbered 0 in *rows*
 order: every parent precedes its children, so any prefix of the node list is a tree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,17 @@ class TokenTree:
             tokens.append(int(self.tokens[node]))
             node = int(self.parents[node])
         return tokens[::-1]
+
+    def leaf_paths(self) -> Iterator[list[int]]:
+        """The nodes from below the root down to each leaf."""
+        inner = set(self.parents.tolist())
+        for leaf in range(len(self)):
+            if leaf not in inner:
+                path, node = [], leaf
+                while node != ROOT:
+                    path.append(node)
+                    node = int(self.parents[node])
+                yield path[::-1]
 
     def truncate(self, num_nodes: int) -> "TokenTree":
         """The tree of the first `num_nodes` nodes."""

@@ -74,7 +74,7 @@ class TreeSampler:
             logits: [L, V], rows root, node 0, node 1, ... of each request.
             input_batch: The step's batch.
             draft_logits: Unused.
-            invalid_drafts: Unused: requests with a grammar get no tree.
+            invalid_drafts: Unused: a grammar masks the rows of its tree.
 
         Returns:
             Accepted path and bonus token per request, in order.

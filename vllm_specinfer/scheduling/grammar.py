@@ -1,0 +1,49 @@
+"""Structured output along the paths of a tree.
+
+Dimension legend: N drafts of a request, W 32-bit words of a bitmask row.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+_EVERYTHING = -1  # all bits set
+
+
+def tree_bitmask(
+    manager: "StructuredOutputManager", request: "Request", tree: TokenTree
+) -> np.ndarray:
+    """Which tokens may follow the root and each node.
+
+    vLLM's own bitmask of a chain of drafts is made for every path from the root to a
+    leaf: the grammar goes along the path and back again.
+
+    Args:
+        manager: vLLM's grammars.
+        request: One that wants structured output, its grammar at the root.
+        tree: The scheduled drafts.
+
+    Returns:
+        [N + 1, W] int32, row 0 for the root. A node that the grammar forbids allows
+        everything, for no walk ever comes to it.
+    """
+    paths = list(tree.leaf_paths()) or [[]]
+    bitmask = None
+    for path in paths:
+        tokens = manager.validate_tokens(request, tree.tokens[path].tolist())
+        rows = manager.grammar_bitmask(
+            {request.request_id: request},
+            [request.request_id],
+            {request.request_id: tokens},
+        )
+        if bitmask is None:
+            shape = (len(tree) + 1, rows.shape[1])
+            bitmask = np.full(shape, _EVERYTHING, np.int32)
+        bitmask[np.array([ROOT, *path])[: len(tokens) + 1] + 1] = rows
+    return bitmask
