@@ -9,12 +9,8 @@ import sys
 import cloudpickle
 import pytest
 
-from vllm_specinfer.options import (
-    BestFirstTree,
-    ExpansionTree,
-    parse_options,
-    parse_tree,
-)
+from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.parsing import parse_options, parse_tree
 
 
 def test_expansion_counts_the_papers_tree():

@@ -13,35 +13,8 @@ from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_specinfer.options import (
-    DEFAULT_MAX_DEPTH,
-    DEFAULT_MAX_WIDTH,
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
-    BestFirstTree,
-    ExpansionTree,
-    SpecInferOptions,
-    SSMSource,
-    Tree,
-    parse_options,
-)
+from vllm_specinfer.options import SpecInferOptions, SSMSource, Tree
 from vllm_specinfer.refusals import refuse, ssm_reason
-
-__all__ = [
-    "CPU_WORKER",
-    "DEFAULT_MAX_DEPTH",
-    "DEFAULT_MAX_WIDTH",
-    "DEFAULT_NUM_SPECULATIVE_TOKENS",
-    "GPU_WORKER",
-    "BestFirstTree",
-    "ExpansionTree",
-    "SSMSource",
-    "SpecInferConfig",
-    "SpecInferOptions",
-    "Tree",
-    "build_ssm_model_config",
-    "parse_options",
-    "worker_cls",
-]
 
 logger = init_logger(__name__)
 

@@ -69,7 +69,7 @@ def _create(
     from vllm.logger import init_logger
 
     from vllm_specinfer.config import SpecInferConfig
-    from vllm_specinfer.options import parse_options
+    from vllm_specinfer.parsing import parse_options
 
     options = parse_options(_merge_flags(args))
     _check_engine_args(args, target_model_config, target_parallel_config)
