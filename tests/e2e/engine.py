@@ -137,7 +137,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             stochastic, "verify_draws", lambda *args: verify_draws(*args[:-1], True)
         ),
         "shared_uniforms": lambda: mock.patch.object(
-            children, "DRAFT_NOISE_SALT", stochastic._TEST_SALT
+            children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),
     }[name]()
 

@@ -5,12 +5,11 @@ vLLM's Triton kernels under Triton's interpreter when this file is run as
 ``TRITON_INTERPRET=1 python step_kernel_cases.py OUTPUT.pt``.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
+import interpreter
 import numpy as np
 import torch
 
@@ -796,39 +795,9 @@ def prepare_draft_prefill_inputs(rng: np.random.Generator) -> Outputs:
     return {"ids": ids, "positions": positions, "last": last} | vars(buffers)
 
 
-def _mend_interpreter() -> None:
-    """Let Triton 3.9's interpreter run what it stumbles over."""
-    import triton.runtime.interpreter as interpreter
-    from vllm.v1.worker.gpu.metrics import logits
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
-
-    builder = interpreter._interpreter
-    store = builder.store
-    # The conjunction of a scalar and a tensor mask comes out as int32.
-    builder.store = lambda ptr, value, mask: store(ptr, value, mask.astype(np.bool_))
-    # libdevice is a CUDA library.
-    logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
-
-    def log1p(x: Any) -> Any:
-        handle = interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype)
-        return interpreter.tl.core.tensor(handle, x.type)
-
-    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)
-
-
 def main() -> None:
     """Save what vLLM's Triton kernels give, run by Triton's interpreter."""
-    assert os.environ.get("TRITON_INTERPRET") == "1"
-    from triton.backends import backends
-
-    # vLLM looks for a Triton CPU backend by this name; the interpreter needs none.
-    driver = SimpleNamespace(is_active=lambda: True)
-    backends["cpu"] = SimpleNamespace(driver=driver)
-    import vllm.v1.worker.cpu.shm  # noqa: F401
-    from vllm.triton_utils import HAS_TRITON
-
-    assert HAS_TRITON
-    _mend_interpreter()
+    interpreter.prepare()
     torch.save({name: run(name) for name in CASES}, sys.argv[1])
 
 

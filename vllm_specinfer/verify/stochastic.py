@@ -1,10 +1,12 @@
 """Stochastic verification of drawn children: MSS and RRS, vectorised over requests.
 
 The rules are those of `vllm_specinfer/verify/reference.py` (SpecInfer, arXiv
-2305.09781, algorithm 2, and recursive rejection of draws without replacement).
+2305.09781, algorithm 2, and recursive rejection of draws without replacement). Only the
+candidates of the draws take part in the tests; what they leave of the target's
+distribution is put into the logits, and vLLM's own sampler draws from it.
 
-Dimension legend: G requests at one level, V vocabulary, M candidates of a node's draws,
-K draws.
+Dimension legend: G nodes, one per request, L logits rows, V vocabulary, M candidates of
+a node's draws, K draws.
 """
 
 import numpy as np
@@ -17,62 +19,48 @@ from vllm_specinfer.tree.proposals import NO_DRAW, Draws, stacked
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
 # what they leave have streams of their own.
-_TEST_SALT = 2 * DRAFT_NOISE_SALT
-_RESIDUAL_SALT = 3 * DRAFT_NOISE_SALT
+TEST_SALT = 2 * DRAFT_NOISE_SALT
+RESIDUAL_SALT = 3 * DRAFT_NOISE_SALT
 
 
 def verify_draws(
-    p: np.ndarray,
-    draws: Draws,
-    tests: np.ndarray,
-    residuals: np.ndarray,
-    replaces: bool,
-) -> np.ndarray:
-    """The next token of G nodes.
+    p: np.ndarray, draws: Draws, uniforms: np.ndarray, replaces: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Test the draws of G nodes in the order of drawing.
 
     Args:
-        p: [G, V] the target's distributions, float64.
+        p: [G, M] the target's probabilities of the candidates, float64.
         draws: Of the G nodes.
-        tests: [G, K] uniform numbers.
-        residuals: [G] uniform numbers.
+        uniforms: [G, K] uniform numbers.
         replaces: The draws were independent (MSS), else without replacement (RRS).
 
     Returns:
-        [G] int64 tokens, each distributed as p.
+        [G] place of the accepted candidate, `NO_DRAW` where every test rejected, and
+        [G, M] what the rejections leave of p, on the scale of p: all other tokens
+        keep their probability, and nothing is normalised.
     """
     rows = np.arange(len(p))
-    q = draws.q.copy()
-    rest = p.copy()
     # A padded candidate's q is 0, whatever token it repeats.
-    known = q > 0
-    candidates = np.where(known, np.take_along_axis(p, draws.tokens, axis=1), 0.0)
-    which, columns = np.nonzero(known)
-    rest[which, draws.tokens[which, columns]] = 0
-    # `p` is left unnormalised from here on, its sum is `mass`.
-    outside = rest.sum(axis=1)
-    tokens = np.full(len(p), NO_DRAW, np.int64)
-    for place, u in zip(draws.places.T, tests.T, strict=True):
-        tested = (tokens == NO_DRAW) & (place != NO_DRAW)
+    p, q = np.where(draws.q > 0, p, 0.0), draws.q.copy()
+    outside = 1.0 - p.sum(axis=1)
+    found = np.full(len(p), NO_DRAW, np.int64)
+    for place, u in zip(draws.places.T, uniforms.T, strict=True):
+        tested = (found == NO_DRAW) & (place != NO_DRAW)
         if not tested.any():
             break
-        mass = outside + candidates.sum(axis=1)
-        accepted = tested & (u * q[rows, place] * mass < candidates[rows, place])
-        tokens[accepted] = draws.tokens[rows, place][accepted]
-        left = np.maximum(candidates - q * mass[:, None], 0)
+        mass = outside + p.sum(axis=1)
+        accepted = tested & (u * q[rows, place] * mass < p[rows, place])
+        found[accepted] = place[accepted]
+        left = np.maximum(p - q * mass[:, None], 0)
         # Where p equals q but for rounding nothing may be left: then p stays.
         rejected = tested & ~accepted & (outside + left.sum(axis=1) > 0)
-        candidates[rejected] = left[rejected]
+        p[rejected] = left[rejected]
         if not replaces:
             gone = np.flatnonzero(tested & ~accepted)
             q[gone, place[gone]] = 0
             total = q[gone].sum(axis=1, keepdims=True)
             q[gone] = np.divide(q[gone], total, out=q[gone], where=total > 0)
-    for g in np.flatnonzero(tokens == NO_DRAW).tolist():
-        rest[g, draws.tokens[g][known[g]]] = candidates[g][known[g]]
-        sums = np.cumsum(rest[g])
-        token = np.searchsorted(sums, residuals[g] * sums[-1], side="right")
-        tokens[g] = min(int(token), int(np.flatnonzero(rest[g])[-1]))
-    return tokens
+    return found, p
 
 
 class DrawTestingSampler(Sampler):
@@ -102,29 +90,60 @@ class DrawTestingSampler(Sampler):
         top_p: torch.Tensor | None,
         use_fused_sampler: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Truncated once: the plain draws below then need not do it again.
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
-        sampled, processed_logits = super()._sample_random(
-            processed_logits, expanded_idx_mapping, idx_mapping_np, pos, None, None,
-            use_fused_sampler,
-        )  # fmt: skip
         slots = expanded_idx_mapping.numpy()
-        temperature = self.sampling_states.temperature.np
-        rows = [r for r in self._draws if temperature[slots[r]] > 0]
+        sampled_rows = self.sampling_states.temperature.np[slots] > 0
+        rows = [row for row in self._draws if sampled_rows[row]]
+        logits, found = processed_logits, {}
         if rows:
-            draws = stacked([self._draws[r] for r in rows])
-            places = np.arange(draws.places.shape[1])
-            keys = [
-                (int(self.sampling_states.seeds.np[slots[r]]), int(pos[r]))
-                for r in rows
-            ]
-            tests = [uniform(seed, at + _TEST_SALT, places) for seed, at in keys]
-            residuals = [
-                uniform(seed, at + _RESIDUAL_SALT, places[:1]) for seed, at in keys
-            ]
-            p = processed_logits[rows].double().softmax(dim=-1).numpy()
-            tokens = verify_draws(
-                p, draws, np.array(tests), np.concatenate(residuals), self._replaces
-            )
-            sampled[rows] = torch.from_numpy(tokens).to(sampled.dtype)
+            logits, found = self._tested(logits, rows, slots, pos)
+            pos = pos.clone()
+            pos[rows] += RESIDUAL_SALT
+        sampled, _ = super()._sample_random(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping_np,
+            pos,
+            None,
+            None,
+            use_fused_sampler,
+        )
+        for row, token in found.items():
+            sampled[row] = token
         return sampled, processed_logits
+
+    def _tested(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        slots: np.ndarray,
+        pos: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[int, int]]:
+        """Test the draws of these rows.
+
+        Returns:
+            [L, V] logits in which the rows hold what the tests leave, and the accepted
+            token of each row that has one.
+        """
+        draws = stacked([self._draws[row] for row in rows])
+        seeds = self.sampling_states.seeds.np[slots[rows]].tolist()
+        counters = np.arange(draws.places.shape[1])
+        uniforms = np.array(
+            [
+                uniform(seed, position + TEST_SALT, counters)
+                for seed, position in zip(seeds, pos[rows].tolist(), strict=True)
+            ]
+        )
+        chosen = logits[rows].double()
+        total = chosen.logsumexp(dim=-1, keepdim=True)
+        tokens = torch.from_numpy(draws.tokens)
+        p = (chosen.gather(1, tokens) - total).exp().numpy()
+        places, left = verify_draws(p, draws, uniforms, self._replaces)
+        logits = logits.to(torch.float32, copy=True)
+        for g, row in enumerate(rows):
+            known = torch.from_numpy(draws.q[g] > 0)
+            values = torch.from_numpy(left[g]).log() + total[g]
+            logits[row, tokens[g][known]] = values[known].float()
+        accepted = np.flatnonzero(places != NO_DRAW)
+        found = draws.tokens[accepted, places[accepted]]
+        return logits, {rows[g]: int(t) for g, t in zip(accepted, found, strict=True)}

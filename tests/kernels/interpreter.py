@@ -1,0 +1,42 @@
+"""Triton's interpreter, for kernels that a machine without a GPU is to run."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def prepare() -> None:
+    """Make vLLM believe in Triton; the process must run under TRITON_INTERPRET=1."""
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    from triton.backends import backends
+
+    # vLLM looks for a Triton CPU backend by this name; the interpreter needs none.
+    driver = SimpleNamespace(is_active=lambda: True)
+    backends["cpu"] = SimpleNamespace(driver=driver)
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.triton_utils import HAS_TRITON
+
+    assert HAS_TRITON
+    _mend()
+
+
+def _mend() -> None:
+    """Let Triton 3.9's interpreter run what it stumbles over."""
+    import triton.runtime.interpreter as interpreter
+    from vllm.v1.worker.gpu.metrics import logits
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    builder = interpreter._interpreter
+    store = builder.store
+    # The conjunction of a scalar and a tensor mask comes out as int32.
+    builder.store = lambda ptr, value, mask: store(ptr, value, mask.astype(np.bool_))
+    # libdevice is a CUDA library.
+    logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
+
+    def log1p(x: Any) -> Any:
+        handle = interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype)
+        return interpreter.tl.core.tensor(handle, x.type)
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)

@@ -1,0 +1,84 @@
+"""Device verification, run by Triton's interpreter, against its definitions."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import verification_cases as cases
+
+from vllm_specinfer.kernels.cpu.gumbel import uniform
+from vllm_specinfer.tree.proposals import NO_DRAW, Draws
+from vllm_specinfer.verify.stochastic import TEST_SALT, verify_draws
+from vllm_specinfer.verify.walk import TreeWalk
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
+    output = tmp_path_factory.mktemp("outputs") / "outputs.pt"
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
+    run = subprocess.run(
+        [sys.executable, cases.__file__, output],
+        env=os.environ | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return torch.load(output)
+
+
+def test_draws_are_tested_as_the_definition_says(outputs) -> None:
+    assert cases.TEST_SALT == TEST_SALT
+    num_accepted = num_rejected = 0
+    for seed, (found, logits) in zip(cases.SEEDS, outputs[0], strict=True):
+        case = cases.draw_case(seed)
+        draws = Draws(case["places"], case["tokens"], case["q"])
+        before = torch.from_numpy(case["logits"])
+        p = before.double().softmax(-1).numpy()[case["rows"]]
+        k = np.arange(draws.places.shape[1])
+        keys = zip(case["seeds"].tolist(), case["positions"].tolist(), strict=True)
+        uniforms = np.array([uniform(s, at + TEST_SALT, k) for s, at in keys])
+        places, left = verify_draws(
+            np.take_along_axis(p, draws.tokens, axis=1),
+            draws,
+            uniforms,
+            case["replaces"],
+        )
+        for g, row in enumerate(case["rows"]):
+            if places[g] != NO_DRAW:
+                num_accepted += 1
+                assert found[g] == draws.tokens[g, places[g]]
+                assert logits[row].equal(before[row])
+                continue
+            num_rejected += 1
+            assert found[g] == -1
+            known = draws.q[g] > 0
+            p[g, draws.tokens[g][known]] = left[g][known]
+            after = logits[row].double().softmax(-1).numpy()
+            assert after == pytest.approx(p[g] / p[g].sum(), abs=1e-6)
+        others = np.setdiff1d(np.arange(len(before)), case["rows"])
+        assert logits[others].equal(before[others])
+    assert num_accepted > 15 and num_rejected > 15
+
+
+def test_walks_follow_the_targets_tokens(outputs) -> None:
+    deepest = 0
+    for seed, (path, count) in zip(cases.SEEDS, outputs[1], strict=True):
+        case = cases.tree_case(seed)
+        for r, (first, rows) in enumerate(
+            zip(case["first"], case["num_rows"], strict=True)
+        ):
+            nodes = max(rows - 1, 0)
+            walk = TreeWalk(
+                case["drafts"][first + 1 : first + 1 + nodes],
+                case["parents"][r, :nodes],
+            )
+            while walk.advance(int(case["targets"][first + walk.node + 1])):
+                pass
+            assert path[r, : count[r]].tolist() == walk.path
+            deepest = max(deepest, len(walk.path))
+    assert deepest > 4

@@ -1,0 +1,97 @@
+"""Random inputs of the device verification, and what the Triton kernels make of them.
+
+``TRITON_INTERPRET=1 python verification_cases.py OUTPUT.pt`` saves their outputs.
+"""
+
+import sys
+
+import interpreter
+import numpy as np
+import torch
+
+SEEDS = range(12)
+TEST_SALT = 1 << 31
+
+
+def draw_case(seed: int) -> dict:
+    """Draws of some rows of a batch; every third row has candidates to spare."""
+    rng = np.random.default_rng(seed)
+    num_rows, vocab, m, k = (
+        9,
+        300,
+        int(rng.choice([5, 16, 33])),
+        int(rng.integers(1, 5)),
+    )
+    replaces = bool(seed % 2)
+    rows = rng.permutation(num_rows)[:6]
+    logits = rng.normal(0, 2, (num_rows, vocab)).astype(np.float32)
+    logits[:, rng.integers(0, vocab, 20)] = -np.inf
+    tokens = np.array([rng.permutation(vocab)[:m] for _ in rows])
+    q = rng.dirichlet(np.full(m, 0.3), len(rows))
+    q[::3, m // 2 :] = 0
+    q /= q.sum(axis=1, keepdims=True)
+    q = q.astype(np.float32).astype(np.float64)
+    places = np.full((len(rows), k), -1)
+    for g, of_row in enumerate(q):
+        count = min(k, (of_row > 0).sum()) - g % 2
+        places[g, :count] = rng.choice(
+            m, count, replace=replaces, p=of_row / of_row.sum()
+        )
+    # Rows that agree with the SSM here and there, so that both outcomes occur.
+    for g in range(0, len(rows), 2):
+        known = q[g] > 0
+        logits[rows[g], tokens[g][known]] = np.log(q[g][known]) + 9
+    return {
+        "logits": logits,
+        "rows": rows,
+        "tokens": tokens,
+        "q": q,
+        "places": places,
+        "seeds": rng.integers(-(2**63), 2**63, len(rows)),
+        "positions": rng.integers(0, 5000, len(rows)),
+        "replaces": replaces,
+    }
+
+
+def tree_case(seed: int) -> dict:
+    """Trees of all sizes over a small vocabulary, so that walks go deep."""
+    rng = np.random.default_rng(seed)
+    num_nodes = int(rng.choice([1, 7, 40, 128]))
+    num_rows = np.concatenate([[0], rng.integers(1, num_nodes + 2, 6), [num_nodes + 1]])
+    first = np.concatenate([[0], np.cumsum(np.maximum(num_rows, 1))[:-1]])
+    parents = np.array(
+        [[rng.integers(-1, i) for i in range(num_nodes)] for _ in num_rows], np.int32
+    )
+    total = int(np.maximum(num_rows, 1).sum())
+    targets, drafts = rng.integers(0, 2, (2, total))
+    return {
+        "targets": targets,
+        "drafts": drafts,
+        "first": first,
+        "num_rows": num_rows,
+        "parents": parents,
+    }
+
+
+def tensors(case: dict) -> dict:
+    """The arrays of a case as tensors."""
+    arrays = {k: v for k, v in case.items() if isinstance(v, np.ndarray)}
+    return {**case, **{k: torch.from_numpy(v.copy()) for k, v in arrays.items()}}
+
+
+def main() -> None:
+    """Save what the kernels give, run by Triton's interpreter."""
+    interpreter.prepare()
+    from vllm_specinfer.kernels.triton import verification
+
+    draws, walks = [], []
+    for seed in SEEDS:
+        case = tensors(draw_case(seed))
+        case["positions"] += TEST_SALT
+        draws.append((verification.verify_draws(**case), case["logits"]))
+        walks.append(verification.walk_trees(**tensors(tree_case(seed))))
+    torch.save((draws, walks), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Verification on the device: tests of drawn children, and the walk down the trees.
+
+Every logits row gets its token first, wherever it stands: drawn children are tested,
+what is left of the others goes through vLLM's own sampler; then one program per request
+follows the tokens down its tree. Nothing of this waits for the host.
+
+Definitions: `vllm_specinfer/verify/stochastic.py` and `vllm_specinfer/verify/walk.py`.
+No engine uses these kernels yet; CUDA is not supported in this version.
+
+Dimension legend: L logits rows, V vocabulary, G rows with drawn children, M candidates
+of a row's draws, K draws, R requests, N nodes per request.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform64
+
+
+@triton.jit
+def _verify_draws_kernel(
+    found_ptr,
+    logits_ptr,
+    logits_stride,
+    totals_ptr,
+    rows_ptr,
+    tokens_ptr,
+    q_ptr,
+    places_ptr,
+    seeds_ptr,
+    positions_ptr,
+    num_candidates,
+    num_draws,
+    REPLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    g = tl.program_id(0).to(tl.int64)
+    m = tl.arange(0, BLOCK)
+    at = g * num_candidates + m
+    q = tl.load(q_ptr + at, mask=m < num_candidates, other=0.0).to(tl.float64)
+    token = tl.load(tokens_ptr + at, mask=m < num_candidates, other=0)
+    # A padded candidate's q is 0, whatever token it repeats.
+    known = q > 0
+    logit_ptrs = logits_ptr + tl.load(rows_ptr + g) * logits_stride + token
+    logit = tl.load(logit_ptrs, mask=known, other=float("-inf")).to(tl.float64)
+    total = tl.load(totals_ptr + g)
+    p = tl.exp(logit - total)
+    outside = 1.0 - tl.sum(p)
+    seed = tl.load(seeds_ptr + g)
+    position = tl.load(positions_ptr + g)
+    found = -1
+    for j in range(num_draws):
+        place = tl.load(places_ptr + g * num_draws + j).to(tl.int32)
+        drawn = m == place
+        mass = outside + tl.sum(p)
+        p_drawn = tl.sum(tl.where(drawn, p, 0.0))
+        q_drawn = tl.sum(tl.where(drawn, q, 0.0))
+        u = murmur3_uniform64(seed, position, tl.zeros([1], tl.int32) + j)
+        accepts = tl.sum((u * q_drawn * mass < p_drawn).to(tl.int32)) > 0
+        tested = (found < 0) & (place >= 0)
+        found = tl.where(tested & accepts, place, found)
+        rejected = tested & (found < 0)
+        left = tl.maximum(p - q * mass, 0.0)
+        # Where p equals q but for rounding nothing may be left: then p stays.
+        p = tl.where(rejected & (outside + tl.sum(left) > 0), left, p)
+        if not REPLACES:
+            others = tl.where(drawn, 0.0, q)
+            rest = tl.sum(others)
+            q = tl.where(rejected, others / tl.where(rest > 0, rest, 1.0), q)
+    chosen = tl.sum(tl.where(m == found, token, 0))
+    tl.store(found_ptr + g, tl.where(found >= 0, chosen, -1))
+    tl.store(logit_ptrs, (tl.log(p) + total).to(tl.float32), mask=known & (found < 0))
+
+
+def verify_draws(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    q: torch.Tensor,
+    places: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    replaces: bool,
+) -> torch.Tensor:
+    """Test the drawn children of G rows.
+
+    Args:
+        logits: [L, V] float32, processed. Rows whose tests all reject are changed: a
+            draw from them by softmax is the residual draw.
+        rows: [G] int64 of `logits`.
+        tokens: [G, M] int64 candidates, distinct where q is not 0.
+        q: [G, M] distribution the draws were made from, 0 where there is no candidate.
+        places: [G, K] int64 drawn candidates in order, -1 at the end where fewer.
+        seeds: [G] int64.
+        positions: [G] int64, the rows' positions plus the tests' salt.
+        replaces: The draws were independent (MSS), else without replacement (RRS).
+
+    Returns:
+        [G] int64 accepted token, -1 where every test rejects.
+    """
+    found = torch.empty_like(rows)
+    totals = logits[rows].double().logsumexp(dim=-1)
+    num_candidates = tokens.shape[1]
+    if len(rows):
+        _verify_draws_kernel[(len(rows),)](
+            found,
+            logits,
+            logits.stride(0),
+            totals,
+            rows,
+            tokens.contiguous(),
+            q.contiguous(),
+            places.contiguous(),
+            seeds,
+            positions,
+            num_candidates,
+            places.shape[1],
+            REPLACES=replaces,
+            BLOCK=triton.next_power_of_2(num_candidates),
+        )
+    return found
+
+
+@triton.jit
+def _walk_kernel(
+    path_ptr,
+    count_ptr,
+    targets_ptr,
+    drafts_ptr,
+    first_ptr,
+    num_rows_ptr,
+    parents_ptr,
+    num_nodes,
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    first = tl.load(first_ptr + r).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    here = n < tl.load(num_rows_ptr + r) - 1
+    parents = tl.load(parents_ptr + r * num_nodes + n, mask=here, other=-2)
+    drafts = tl.load(drafts_ptr + first + 1 + n, mask=here, other=-1)
+    node = -1  # the root
+    count = 0
+    walks = True
+    while walks:
+        target = tl.load(targets_ptr + first + node + 1)
+        # Of equal children the first counts.
+        follows = here & (parents == node) & (drafts == target)
+        node = tl.min(tl.where(follows, n, BLOCK))
+        walks = node < BLOCK
+        if walks:
+            tl.store(path_ptr + r * num_nodes + count, node + 1)
+            count += 1
+    tl.store(count_ptr + r, count)
+
+
+def walk_trees(
+    targets: torch.Tensor,
+    drafts: torch.Tensor,
+    first: torch.Tensor,
+    num_rows: torch.Tensor,
+    parents: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Follow the target's tokens down the trees of R requests.
+
+    Args:
+        targets: [L] the target's token of each row.
+        drafts: [L] the token at each row; a request's first row is its root.
+        first: [R] first row of each request.
+        num_rows: [R] rows of its tree, the root included; 0 where there is none.
+        parents: [R, N] int32 parent of each node, -1 for the root's children.
+
+    Returns:
+        [R, N] int32 accepted rows within the request, from depth 1 down, and [R] int32
+        how many they are; entries beyond are undefined.
+    """
+    num_reqs, num_nodes = parents.shape
+    path = torch.empty_like(parents)
+    count = torch.empty(num_reqs, dtype=torch.int32, device=parents.device)
+    if num_reqs:
+        _walk_kernel[(num_reqs,)](
+            path,
+            count,
+            targets,
+            drafts,
+            first,
+            num_rows,
+            parents.contiguous(),
+            num_nodes,
+            BLOCK=triton.next_power_of_2(num_nodes),
+        )
+    return path, count
