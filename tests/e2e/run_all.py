@@ -1,9 +1,12 @@
-"""Greedy equality on all real prompts: 80 of MT-bench, 164 of HumanEval.
+"""Equality on all real prompts: 80 of MT-bench, 164 of HumanEval.
 
     python -m tests.e2e.run_all [--dtype bfloat16] [--batches 1 8] [--trees 2,2,1 ...]
+    python -m tests.e2e.run_all --temperature 0.7
 
 float32 must be token-identical. Any other dtype may differ where the target's two best
 logits tie within rounding: each first divergence is listed with its gap in logits.
+Sampled requests have a seed each and are compared with Model Runner V2, as V1 draws
+other random numbers.
 """
 
 import argparse
@@ -31,13 +34,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--trees", nargs="+", default=list(TREES))
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=200, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ssm", default=str(POOL))
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     ids = prompts(args.prompts)
-    params = {"temperature": 0, "max_tokens": args.max_tokens}
+    params = {"temperature": args.temperature, "max_tokens": args.max_tokens}
 
     def job(batch: int, tree: str | None = None) -> dict:
         llm = {
@@ -52,7 +56,12 @@ def main() -> None:
             if tree != "best-first":
                 llm["speculative_config"]["tree"] = tree
         logprobs = {} if tree or args.dtype == "float32" else {"logprobs": 2}
-        return {"llm": llm, "prompts": ids, "params": [{**params, **logprobs}]}
+        return {
+            "llm": llm,
+            "prompts": ids,
+            "params": [{**params, **logprobs, "seed": i} for i in range(len(ids))],
+            "plain_v2": tree is None and args.temperature > 0,
+        }
 
     failed = 0
     for batch in args.batches:
@@ -74,7 +83,8 @@ def main() -> None:
                 print(f"  prompt {i} differs at token {at}: {shown}")
             failed += len(ids) - same
             print(
-                f"{args.dtype} batch {batch} tree {tree}: {same} of {len(ids)} "
+                f"{args.dtype} temperature {args.temperature} batch {batch} "
+                f"tree {tree}: {same} of {len(ids)} "
                 f"identical, {rate:.2f} tokens per step",
                 flush=True,
             )
