@@ -22,6 +22,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "summary": {"type": "string"},
+        "answer": {"type": "string"},
+        "keywords": {"type": "array", "items": {"type": "string"}},
+        "confidence": {"type": "integer"},
+    },
+    "required": ["summary", "answer", "keywords", "confidence"],
+}
+
 
 def timed(holder: Any, name: str, times: dict[str, list[float]], label: str) -> None:
     """Replace a method by one that notes how long each call takes."""
@@ -45,10 +56,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--json", action="store_true", help="answers must follow a JSON schema"
+    )
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--ssm", default=str(POOL))
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_specinfer import assets
     from vllm_specinfer.drafting.growth import TreeGrowth
@@ -74,7 +89,10 @@ def main() -> None:
     texts = texts[:: -(-len(texts) // args.prompts)]
     prompts = assets.chat_token_ids(target, texts)
     params = SamplingParams(
-        temperature=args.temperature, max_tokens=args.max_tokens, seed=0
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        seed=0,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA) if args.json else None,
     )
     for llm in (plain, tree):
         llm.generate({"prompt_token_ids": prompts[0]}, params, use_tqdm=False)

@@ -168,7 +168,7 @@ def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
     if not logprobs:
         return None
     return [
-        [(token, value.logprob, value.rank) for token, value in position.items()]
+        [(token, v.logprob, v.rank) for token, v in (position or {}).items()]
         for position in logprobs
     ]
 
@@ -203,6 +203,7 @@ def _generate(job: dict) -> dict:
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
         "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
         "logprobs": [[_logprobs(c.logprobs) for c in o.outputs] for o in outputs],
+        "prompt_logprobs": [_logprobs(o.prompt_logprobs) for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "preemptions": metrics.get("vllm:num_preemptions", 0),

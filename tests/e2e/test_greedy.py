@@ -101,22 +101,20 @@ def test_tight_engines_are_token_identical(models):
         assert (tree["preemptions"] > 0) == (name == "preemption")
 
 
-def test_requests_that_cannot_speculate_share_a_batch_with_those_that_do(models):
-    tagged = {**GREEDY, "extra_args": {"a": 1}}
+def test_requests_that_end_early_share_a_batch_with_those_that_do_not(models):
     params = [
         GREEDY,
-        tagged,
         {**GREEDY, "max_tokens": 1},
         {**GREEDY, "stop_token_ids": list(range(0, VOCAB, 8))},
     ]
-    jobs = [
-        job(models, params=params, prompts=PROMPTS[: len(params)]),
-        job(models, {}, params, PROMPTS[: len(params)]),
-        job(models, {}, [tagged], PROMPTS[:2]),
-    ]
-    plain, mixed, only_tagged = engine.run(jobs)
-    check(plain, mixed)
-    assert only_tagged["drafts"] == 0
+    prompts = PROMPTS[: len(params)]
+    plain, tree = engine.run(
+        [
+            job(models, params=params, prompts=prompts),
+            job(models, {}, params, prompts),
+        ]
+    )
+    check(plain, tree)
 
 
 def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):

@@ -90,11 +90,44 @@ def test_every_sampling_parameter_is_served_as_without_trees(models, mode):
                 got["logprobs"][i], expected["logprobs"][i], strict=True
             ):
                 assert (ours is None) == (theirs is None), name
-                for a, b in zip(ours or [], theirs or [], strict=True):
-                    assert [(t, r) for t, _, r in a] == [(t, r) for t, _, r in b], name
-                    assert [p for _, p, _ in a] == pytest.approx(
-                        [p for _, p, _ in b], abs=1e-3
-                    ), name
+                same_logprobs(ours, theirs)
+            same_logprobs(got["prompt_logprobs"][i], expected["prompt_logprobs"][i])
+    asked = [i for i, p in enumerate(PARAMETERS.values()) if "prompt_logprobs" in p]
+    assert all(expected["prompt_logprobs"][i] for i in asked)
+
+
+def same_logprobs(ours, theirs):
+    assert (ours is None) == (theirs is None)
+    for a, b in zip(ours or [], theirs or [], strict=True):
+        assert [(t, r) for t, _, r in a] == [(t, r) for t, _, r in b]
+        assert [p for _, p, _ in a] == pytest.approx([p for _, p, _ in b], abs=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["mss", "rrs"])
+def test_drawn_trees_repeat_and_report_the_targets_log_probabilities(models, rule):
+    kinds = [{**SAMPLED, "logprobs": 0}, {**GREEDY, "logprobs": 0}]
+    params = [{**kinds[i % 2], "seed": i} for i in range(len(PROMPTS))]
+    config = {"verification": rule}
+    expected, tree, again = engine.run(
+        [
+            plain(models, params),
+            job(models, config, params),
+            job(models, {**config, **TREES["wide"]}, params, batched=False),
+        ]
+    )
+    for got in (tree, again):
+        assert got["tokens"][1::2] == expected["tokens"][1::2]  # the greedy ones
+        assert got["tokens"][0::2] != expected["tokens"][0::2]
+        assert got["accepted"] > got["drafts"] / 4
+        # What was generated, read as a prompt by plain vLLM.
+        texts = [a + b[0] for a, b in zip(PROMPTS, got["tokens"], strict=True)]
+        score = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        (scores,) = engine.run([plain(models, [score], texts)])
+        for i, prompt in enumerate(PROMPTS):
+            wanted = scores["prompt_logprobs"][i][len(prompt) :]
+            same_logprobs(got["logprobs"][i][0], wanted)
+    (repeated,) = engine.run([job(models, config, params, batched=False)])
+    assert repeated["tokens"] == tree["tokens"]
 
 
 def test_the_equality_tests_see_each_wrong_rule(models):
