@@ -1,7 +1,7 @@
 """Which children a node gets: the SSM's likeliest tokens, or draws.
 
 Greedy requests take the likeliest. A sampled request's children depend on how its tree
-will be verified (`Verification`):
+will be verified:
 
 - coupled: the target's token is the argmax of its scaled logits plus noise of (seed,
   position, token). The SSM's logits with the same noise have the same argmax whenever
@@ -26,7 +26,7 @@ NUM_CANDIDATES = 128
 
 # A first guess of how often a test accepts: this where q is flat, 1 where q is sure.
 FLAT_ACCEPTANCE = 0.4
-_MAX_CHILDREN = 1 << 10
+_MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
 
 
 @dataclass(frozen=True)
