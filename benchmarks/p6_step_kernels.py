@@ -3,7 +3,7 @@
 One engine at a time, in a process of its own, V1 and V2 in turn; the ratio is of the
 medians over the repeats. Run as
 
-    python benchmarks/p6_step_kernels.py --model FOLDER [--repeats 3] [--tokens 128]
+    python benchmarks/p6_step_kernels.py [--model FOLDER] [--repeats 3] [--tokens 128]
 
 and read "V2/V1": at least 0.98 means that the kernels cost nothing. On a shared machine
 read the CPU time a step instead, with one thread (``VLLM_CPU_OMP_THREADS_BIND=0``).
@@ -90,7 +90,7 @@ def measure_in_subprocess(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", help="SmolLM2-135M where it is not given")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=3, help="processes per runner")
@@ -109,6 +109,10 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args)))
         return
+    if args.model is None:
+        from vllm_specinfer import assets
+
+        args.model = str(assets.smollm2())
     print("mode      batch  V1 tok/s  V2 tok/s  V2/V1  V1 cpu ms/step  V2  same text")
     for mode in args.modes:
         for batch in args.batches:
