@@ -1,14 +1,11 @@
 """Each CPU step kernel gives what vLLM's Triton kernel gives on random inputs."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import step_kernel_cases
 import torch
+from interpreter import outputs_of
 
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import step_kernels
@@ -16,17 +13,8 @@ from vllm_specinfer.kernels.cpu import step_kernels
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    output = tmp_path_factory.mktemp("references") / "references.pt"
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
-    run = subprocess.run(
-        [sys.executable, step_kernel_cases.__file__, output],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return torch.load(output)
+    folder = tmp_path_factory.mktemp("references")
+    return outputs_of(step_kernel_cases.__file__, folder)
 
 
 @pytest.fixture(autouse=True)

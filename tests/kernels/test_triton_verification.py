@@ -1,14 +1,10 @@
 """Device verification, run by Triton's interpreter, against its definitions."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import verification_cases as cases
+from interpreter import outputs_of
 
 from vllm_specinfer.kernels.cpu.gumbel import uniform
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
@@ -18,17 +14,7 @@ from vllm_specinfer.verify.walk import TreeWalk
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
-    output = tmp_path_factory.mktemp("outputs") / "outputs.pt"
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
-    run = subprocess.run(
-        [sys.executable, cases.__file__, output],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return torch.load(output)
+    return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
 
 
 def test_draws_are_tested_as_the_definition_says(outputs) -> None:
