@@ -63,7 +63,12 @@ def test_pairs_of_draws_have_their_joint_distribution(rule):
         off = ~np.eye(VOCAB, dtype=bool)
         joint, counts = joint[off], counts[off]
     assert close(counts.ravel(), joint.ravel())
-    assert draws.q[0] == pytest.approx(Q, abs=1e-6)
+    assert draws.q[0, 0] == pytest.approx(Q, abs=1e-6)
+    if rule == "rrs":
+        left = np.where(np.arange(VOCAB) == draws.places[0, 0], 0, Q)
+        assert draws.q[0, 1] == pytest.approx(left / left.sum(), abs=1e-6)
+    else:
+        assert (draws.q[0, 1] == draws.q[0, 0]).all()
     assert (draws.tokens[0] == TOKENS).all()
 
 
@@ -104,7 +109,7 @@ def test_draws_without_replacement_end_when_nothing_is_left():
 )
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_requests_parameters(params, temperature):
-    q = choose("mss", 1, rows(1, temperature, **params)).draws.q[0]
+    q = choose("mss", 1, rows(1, temperature, **params)).draws.q[0, 0]
     logits = torch.from_numpy(LOGITS / np.float32(temperature))[None].clone()
     if "min_p" in params:
         probs = logits.softmax(-1)

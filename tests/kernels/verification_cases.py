@@ -16,31 +16,22 @@ TEST_SALT = 1 << 31
 def draw_case(seed: int) -> dict:
     """Draws of some rows of a batch; every third row has candidates to spare."""
     rng = np.random.default_rng(seed)
-    num_rows, vocab, m, k = (
-        9,
-        300,
-        int(rng.choice([5, 16, 33])),
-        int(rng.integers(1, 5)),
-    )
-    replaces = bool(seed % 2)
+    num_rows, vocab = 9, 300
+    m, k = int(rng.choice([5, 16, 33])), int(rng.integers(1, 5))
     rows = rng.permutation(num_rows)[:6]
     logits = rng.normal(0, 2, (num_rows, vocab)).astype(np.float32)
     logits[:, rng.integers(0, vocab, 20)] = -np.inf
     tokens = np.array([rng.permutation(vocab)[:m] for _ in rows])
-    q = rng.dirichlet(np.full(m, 0.3), len(rows))
-    q[::3, m // 2 :] = 0
-    q /= q.sum(axis=1, keepdims=True)
-    q = q.astype(np.float32).astype(np.float64)
-    places = np.full((len(rows), k), -1)
-    for g, of_row in enumerate(q):
-        count = min(k, (of_row > 0).sum()) - g % 2
-        places[g, :count] = rng.choice(
-            m, count, replace=replaces, p=of_row / of_row.sum()
-        )
+    tokens[::3, m // 2 :] = -1
+    q = rng.dirichlet(np.full(m, 0.3), (len(rows), k))
+    q[tokens[:, None].repeat(k, 1) < 0] = 0
+    q /= q.sum(axis=2, keepdims=True)
+    places = np.array([[rng.choice(m, p=of_draw) for of_draw in row] for row in q])
+    places[::2, k - 1 :] = -1
     # Rows that agree with the SSM here and there, so that both outcomes occur.
     for g in range(0, len(rows), 2):
-        known = q[g] > 0
-        logits[rows[g], tokens[g][known]] = np.log(q[g][known]) + 9
+        known = q[g, 0] > 0
+        logits[rows[g], tokens[g][known]] = np.log(q[g, 0][known]) + 9
     return {
         "logits": logits,
         "rows": rows,
@@ -49,7 +40,6 @@ def draw_case(seed: int) -> dict:
         "places": places,
         "seeds": rng.integers(-(2**63), 2**63, len(rows)),
         "positions": rng.integers(0, 5000, len(rows)),
-        "replaces": replaces,
     }
 
 

@@ -115,10 +115,13 @@ class ChildChooser:
                 children[f] = tokens[f][places]
             return Children(scores, children)
         places = np.full((len(tokens), k), NO_DRAW, np.int64)
+        drawn_from = np.zeros((len(tokens), k, tokens.shape[1]))
         for f in sampled.tolist():
-            scores[f], places[f] = _drawn(q[f], k, rows, f, self._replaces)
+            scores[f], places[f], drawn_from[f] = _drawn(
+                q[f], k, rows, f, self._replaces
+            )
             children[f] = np.where(places[f] == NO_DRAW, 0, tokens[f][places[f]])
-        return Children(scores, children, Draws(places, tokens, q))
+        return Children(scores, children, Draws(places, tokens, drawn_from))
 
 
 def _sampling_distribution(logprobs: np.ndarray, rows: DraftRows) -> np.ndarray:
@@ -149,8 +152,8 @@ def _coupled(
 
 def _drawn(
     q: np.ndarray, k: int, rows: DraftRows, f: int, replaces: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """K draws from q: scores and places, `NO_DRAW` once nothing is left to draw."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """K draws from q: scores, places (`NO_DRAW` once nothing is left), their q."""
     # The root's position, not the row's: no two steps may share a draw.
     uniforms = uniform(
         int(rows.seeds[f]),
@@ -158,20 +161,24 @@ def _drawn(
         np.arange(k) + (int(rows.nodes[f]) + 1) * _MAX_CHILDREN,
     )
     scores, places = np.full(k, -np.inf, np.float32), np.full(k, NO_DRAW, np.int64)
+    drawn_from = np.zeros((k, len(q)))
     reached = 1.0  # the chance that every earlier test rejects
     for j, u in enumerate(uniforms):
-        total = q.sum()
-        if total <= 0:
-            break
-        places[j] = np.searchsorted(np.cumsum(q), u * total, side="right")
-        # Rounding may end the sums a hair below the total.
-        places[j] = min(places[j], np.flatnonzero(q)[-1])
-        if places[j] in places[:j]:
-            continue  # shares the first one's node
-        accepted = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * q[places[j]] / total
-        scores[j] = np.log(reached * accepted)
-        reached *= 1 - min(accepted, 1 - 1e-6)
+        drawn_from[j] = q
+        # Rounding may end the sums a hair below u.
+        place = min(
+            np.searchsorted(np.cumsum(q), u, side="right"), np.flatnonzero(q)[-1]
+        )
+        repeated = place in places[:j]
+        places[j] = place
+        if not repeated:  # else it shares the first one's node
+            accepted = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * q[place]
+            scores[j] = np.log(reached * accepted)
+            reached *= 1 - min(accepted, 1 - 1e-6)
         if not replaces:
             q = q.copy()
-            q[places[j]] = 0
-    return scores, places
+            q[place] = 0
+            if (total := q.sum()) <= 0:
+                break
+            q /= total
+    return scores, places, drawn_from

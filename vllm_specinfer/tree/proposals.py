@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NO_DRAW = -1
+NO_CANDIDATE = -1
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,16 @@ class Draws:
     """Draws of F nodes' children, each with the distribution it was made from.
 
     All draws count, whether or not their node is in the verified tree: leaving out
-    those that look hopeless would change the output's distribution.
+    those that look hopeless would change the output's distribution. Equal draws are
+    kept, whether one source made them or two.
 
     Attributes:
-        places: [F, K] int64 drawn candidates in the order of drawing, `NO_DRAW` at the
-            end of a row where there are fewer. Equal draws are kept.
-        tokens: [F, M] int64 of the candidates, distinct within a row.
-        q: [F, M] float64, sums to 1.
+        places: [F, K] int64 drawn candidates in the order of their tests, `NO_DRAW` at
+            the end of a row where there are fewer.
+        tokens: [F, M] int64 of the candidates, distinct within a row; `NO_CANDIDATE` at
+            the end of a row where there are fewer.
+        q: [F, K, M] float64, what each draw was made from: sums to 1, or is 0 where
+            there is no draw.
     """
 
     places: np.ndarray
@@ -33,6 +37,32 @@ class Draws:
         return Draws(self.places[f : f + 1], self.tokens[f : f + 1], self.q[f : f + 1])
 
 
+def certain(token: int) -> Draws:
+    """The one draw of a source that proposes nothing but this token, F = 1."""
+    return Draws(np.zeros((1, 1), np.int64), np.array([[token]]), np.ones((1, 1, 1)))
+
+
+def joined(draws: list[Draws]) -> Draws:
+    """The draws of several sources for one node, tested in this order, F = 1.
+
+    Args:
+        draws: [S] of F = 1 each, S >= 1.
+    """
+    if len(draws) == 1:
+        return draws[0]
+    tokens, columns = np.unique(
+        np.concatenate([d.tokens[0] for d in draws]), return_inverse=True
+    )
+    columns = np.split(columns, np.cumsum([d.tokens.shape[1] for d in draws])[:-1])
+    places, q = [], []
+    for d, column in zip(draws, columns, strict=True):
+        num_draws = int((d.places[0] != NO_DRAW).sum())
+        places.append(column[d.places[0, :num_draws]])
+        q.append(np.zeros((num_draws, len(tokens))))
+        q[-1][:, column] = d.q[0, :num_draws]
+    return Draws(np.concatenate(places)[None], tokens[None], np.concatenate(q)[None])
+
+
 def stacked(draws: list[Draws]) -> Draws:
     """Nodes of different trees and levels together; M and K are padded.
 
@@ -42,12 +72,12 @@ def stacked(draws: list[Draws]) -> Draws:
     num_draws = max(d.places.shape[1] for d in draws)
     num_candidates = max(d.tokens.shape[1] for d in draws)
 
-    def padded(values: np.ndarray, width: int, fill: int) -> np.ndarray:
-        pad = width - values.shape[1]
-        return np.pad(values, ((0, 0), (0, pad)), constant_values=fill)
+    def padded(values: np.ndarray, fill: int, *shape: int) -> np.ndarray:
+        pads = [(0, n - have) for n, have in zip(shape, values.shape[1:], strict=True)]
+        return np.pad(values, [(0, 0), *pads], constant_values=fill)
 
     return Draws(
-        np.vstack([padded(d.places, num_draws, NO_DRAW) for d in draws]),
-        np.vstack([padded(d.tokens, num_candidates, 0) for d in draws]),
-        np.vstack([padded(d.q, num_candidates, 0) for d in draws]),
+        np.vstack([padded(d.places, NO_DRAW, num_draws) for d in draws]),
+        np.vstack([padded(d.tokens, NO_CANDIDATE, num_candidates) for d in draws]),
+        np.vstack([padded(d.q, 0, num_draws, num_candidates) for d in draws]),
     )

@@ -59,7 +59,7 @@ class TreeSampler:
         self._commit = commit
         self._tests: DrawTestingSampler | None = None
         if verification in ("mss", "rrs"):
-            self._tests = DrawTestingSampler(sampler, replaces=verification == "mss")
+            self._tests = DrawTestingSampler(sampler)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, uniform
-from vllm_specinfer.tree.proposals import NO_DRAW, Draws, stacked
+from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws, stacked
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
 # what they leave have streams of their own.
@@ -24,15 +24,17 @@ RESIDUAL_SALT = 3 * DRAFT_NOISE_SALT
 
 
 def verify_draws(
-    p: np.ndarray, draws: Draws, uniforms: np.ndarray, replaces: bool
+    p: np.ndarray, draws: Draws, uniforms: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Test the draws of G nodes in the order of drawing.
+    """Test the draws of G nodes in their order.
+
+    MSS and RRS are one rule: each draw is tested against what it was made from.
 
     Args:
-        p: [G, M] the target's probabilities of the candidates, float64.
+        p: [G, M] the target's probabilities of the candidates, float64; anything where
+            there is no candidate.
         draws: Of the G nodes.
         uniforms: [G, K] uniform numbers.
-        replaces: The draws were independent (MSS), else without replacement (RRS).
 
     Returns:
         [G] place of the accepted candidate, `NO_DRAW` where every test rejected, and
@@ -40,26 +42,22 @@ def verify_draws(
         keep their probability, and nothing is normalised.
     """
     rows = np.arange(len(p))
-    # A padded candidate's q is 0, whatever token it repeats.
-    p, q = np.where(draws.q > 0, p, 0.0), draws.q.copy()
+    p = np.where(draws.tokens == NO_CANDIDATE, 0.0, p)
     outside = 1.0 - p.sum(axis=1)
     found = np.full(len(p), NO_DRAW, np.int64)
-    for place, u in zip(draws.places.T, uniforms.T, strict=True):
+    for j in range(draws.places.shape[1]):
+        place, q = draws.places[:, j], draws.q[:, j]
         tested = (found == NO_DRAW) & (place != NO_DRAW)
         if not tested.any():
             break
         mass = outside + p.sum(axis=1)
-        accepted = tested & (u * q[rows, place] * mass < p[rows, place])
+        accepted = uniforms[:, j] * q[rows, place] * mass < p[rows, place]
+        accepted &= tested
         found[accepted] = place[accepted]
         left = np.maximum(p - q * mass[:, None], 0)
         # Where p equals q but for rounding nothing may be left: then p stays.
         rejected = tested & ~accepted & (outside + left.sum(axis=1) > 0)
         p[rejected] = left[rejected]
-        if not replaces:
-            gone = np.flatnonzero(tested & ~accepted)
-            q[gone, place[gone]] = 0
-            total = q[gone].sum(axis=1, keepdims=True)
-            q[gone] = np.divide(q[gone], total, out=q[gone], where=total > 0)
     return found, p
 
 
@@ -70,10 +68,9 @@ class DrawTestingSampler(Sampler):
     probabilities are vLLM's own.
     """
 
-    def __init__(self, sampler: Sampler, replaces: bool) -> None:
-        """Share `sampler`; `replaces` as in `verify_draws`."""
+    def __init__(self, sampler: Sampler) -> None:
+        """Share `sampler`."""
         self.__dict__.update(sampler.__dict__)
-        self._replaces = replaces
         self._draws: dict[int, Draws] = {}
 
     def expect(self, draws: dict[int, Draws]) -> None:
@@ -137,11 +134,11 @@ class DrawTestingSampler(Sampler):
         chosen = logits[rows].double()
         total = chosen.logsumexp(dim=-1, keepdim=True)
         tokens = torch.from_numpy(draws.tokens)
-        p = (chosen.gather(1, tokens) - total).exp().numpy()
-        places, left = verify_draws(p, draws, uniforms, self._replaces)
+        p = (chosen.gather(1, tokens.clamp(min=0)) - total).exp().numpy()
+        places, left = verify_draws(p, draws, uniforms)
         logits = logits.to(torch.float32, copy=True)
         for g, row in enumerate(rows):
-            known = torch.from_numpy(draws.q[g] > 0)
+            known = tokens[g] != NO_CANDIDATE
             values = torch.from_numpy(left[g]).log() + total[g]
             logits[row, tokens[g][known]] = values[known].float()
         accepted = np.flatnonzero(places != NO_DRAW)

@@ -31,16 +31,13 @@ def _verify_draws_kernel(
     positions_ptr,
     num_candidates,
     num_draws,
-    REPLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     g = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, BLOCK)
-    at = g * num_candidates + m
-    q = tl.load(q_ptr + at, mask=m < num_candidates, other=0.0).to(tl.float64)
-    token = tl.load(tokens_ptr + at, mask=m < num_candidates, other=0)
-    # A padded candidate's q is 0, whatever token it repeats.
-    known = q > 0
+    inside = m < num_candidates
+    token = tl.load(tokens_ptr + g * num_candidates + m, mask=inside, other=-1)
+    known = token >= 0
     logit_ptrs = logits_ptr + tl.load(rows_ptr + g) * logits_stride + token
     logit = tl.load(logit_ptrs, mask=known, other=float("-inf")).to(tl.float64)
     total = tl.load(totals_ptr + g)
@@ -50,7 +47,9 @@ def _verify_draws_kernel(
     position = tl.load(positions_ptr + g)
     found = -1
     for j in range(num_draws):
-        place = tl.load(places_ptr + g * num_draws + j).to(tl.int32)
+        draw = g * num_draws + j
+        q = tl.load(q_ptr + draw * num_candidates + m, mask=inside, other=0.0)
+        place = tl.load(places_ptr + draw).to(tl.int32)
         drawn = m == place
         mass = outside + tl.sum(p)
         p_drawn = tl.sum(tl.where(drawn, p, 0.0))
@@ -63,10 +62,6 @@ def _verify_draws_kernel(
         left = tl.maximum(p - q * mass, 0.0)
         # Where p equals q but for rounding nothing may be left: then p stays.
         p = tl.where(rejected & (outside + tl.sum(left) > 0), left, p)
-        if not REPLACES:
-            others = tl.where(drawn, 0.0, q)
-            rest = tl.sum(others)
-            q = tl.where(rejected, others / tl.where(rest > 0, rest, 1.0), q)
     chosen = tl.sum(tl.where(m == found, token, 0))
     tl.store(found_ptr + g, tl.where(found >= 0, chosen, -1))
     tl.store(logit_ptrs, (tl.log(p) + total).to(tl.float32), mask=known & (found < 0))
@@ -80,7 +75,6 @@ def verify_draws(
     places: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    replaces: bool,
 ) -> torch.Tensor:
     """Test the drawn children of G rows.
 
@@ -88,12 +82,11 @@ def verify_draws(
         logits: [L, V] float32, processed. Rows whose tests all reject are changed: a
             draw from them by softmax is the residual draw.
         rows: [G] int64 of `logits`.
-        tokens: [G, M] int64 candidates, distinct where q is not 0.
-        q: [G, M] distribution the draws were made from, 0 where there is no candidate.
+        tokens: [G, M] int64 distinct candidates, -1 where there is none.
+        q: [G, K, M] float64 distribution each draw was made from.
         places: [G, K] int64 drawn candidates in order, -1 at the end where fewer.
         seeds: [G] int64.
         positions: [G] int64, the rows' positions plus the tests' salt.
-        replaces: The draws were independent (MSS), else without replacement (RRS).
 
     Returns:
         [G] int64 accepted token, -1 where every test rejects.
@@ -115,7 +108,6 @@ def verify_draws(
             positions,
             num_candidates,
             places.shape[1],
-            REPLACES=replaces,
             BLOCK=triton.next_power_of_2(num_candidates),
         )
     return found
