@@ -101,15 +101,16 @@ def main() -> None:
     core = tree.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     speculator = runner.speculator
+    source = speculator.sources.ssms[0]
     for holder, name, label in (
         (runner, "execute_model", "target forward"),
         (runner, "sample", "target head and verification"),
         (runner.model_state, "commit", "  of it KV commit"),
         (speculator, "propose", "drafting"),
-        (speculator._ssm, "catch_up", "  catch-up pass"),
-        (speculator._ssm, "run_level", "  level: SSM pass"),
-        (speculator._ssm, "likeliest", "  level: head"),
-        (speculator._chooser, "choose", "  level: choice of children"),
+        (source.ssm, "catch_up", "  catch-up pass"),
+        (source.ssm, "run_level", "  level: SSM pass"),
+        (source.ssm, "likeliest", "  level: head"),
+        (source.chooser, "choose", "  level: choice of children"),
         (TreeGrowth, "extend", "  level: frontier"),
     ):
         timed(holder, name, times, label)

@@ -9,8 +9,15 @@ import sys
 import cloudpickle
 import pytest
 
-from vllm_specinfer.options import BestFirstTree, ExpansionTree
-from vllm_specinfer.parsing import parse_options, parse_tree
+from vllm_specinfer.options import (
+    BestFirstTree,
+    ExpansionTree,
+    NgramSource,
+    SSMSource,
+    SuffixSource,
+)
+from vllm_specinfer.parsing import parse_options
+from vllm_specinfer.trees import parse_tree
 
 
 def test_expansion_counts_the_papers_tree():
@@ -124,13 +131,51 @@ def test_the_users_dictionary_is_left_alone():
         ({"model": ""}, "model must name a model; got ''"),
         ({"model": 3}, "model must be a string; got 3"),
         ({"model": {"model": "m"}}, "model must be a string"),
-        ({"model": "ngram"}, "this version supports one SSM"),
         ({"model": "/no/such/folder"}, "existing folder or a hub id; got '/no/such"),
         ({"model": "./ssm"}, "existing folder or a hub id; got './ssm'"),
         ({"ssms": ["a"]}, "model and ssms must not both be given"),
-        ({"model": None, "ssms": ["a", "b"]}, "exactly one SSM.*got 2"),
-        ({"model": None, "ssms": []}, "exactly one SSM.*got 0"),
-        ({"model": None, "ssms": ["suffix"]}, "this version supports one SSM"),
+        ({"model": None, "ssms": []}, "ssms must name at least one source; got none"),
+        (
+            {"model": None, "ssms": ["ngram", {"model": "ngram"}]},
+            "'ngram' at most once",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "suffix", "max_tokens": -1}]},
+            r"ssms\[0\].max_tokens must be an integer of at least 0; got -1",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "suffix", "tree": [1]}]},
+            r"ssms\[0\] keys must be among model, max_tokens; got 'tree'",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "ngram", "prompt_lookup_min": 0}]},
+            r"ssms\[0\].prompt_lookup_min must be a positive integer; got 0",
+        ),
+        (
+            {
+                "model": None,
+                "ssms": [
+                    {"model": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}
+                ],
+            },
+            "prompt_lookup_min must be at most prompt_lookup_max; got 4 and 2",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "a", "num_speculative_tokens": 0}]},
+            r"ssms\[0\].num_speculative_tokens must be a positive integer; got 0",
+        ),
+        (
+            {"model": None, "ssms": [{"model": "a", "tree": []}]},
+            "tree must have at least one level",
+        ),
+        (
+            {
+                "model": None,
+                "ssms": [{"model": "a", "tree": [1, 1]}, {"model": "b", "tree": [2]}],
+                "num_speculative_tokens": 5,
+            },
+            "must be at most the tree's 4 nodes; got 5",
+        ),
         ({"model": None, "ssms": "a"}, "ssms must be a list; got 'a'"),
         ({"model": None, "ssms": [3]}, r"ssms\[0\] must be a string or an object"),
         (
@@ -157,10 +202,49 @@ def test_pool_folder_is_resolved_relative_to_its_manifest(tmp_path, make_llama):
     assert options.sources[0].model == ssm
 
 
+def test_sources_may_be_several_each_with_its_own_shape():
+    options = parse_options(
+        {
+            "ssms": [
+                "a",
+                {"model": "b", "tree": "2,1", "num_speculative_tokens": 3},
+                "suffix",
+                {"model": "ngram", "prompt_lookup_max": 3},
+            ],
+            "tree": [1, 1, 1],
+            "num_speculative_tokens": 12,
+        }
+    )
+    assert options.sources == (
+        SSMSource("a"),
+        SSMSource("b", tree=ExpansionTree((2, 1)), num_speculative_tokens=3),
+        SuffixSource(),
+        NgramSource(3, 3),
+    )
+    assert [ssm.model for ssm in options.ssms] == ["a", "b"]
+    assert options.max_level_width == 2
+    assert parse_options({"model": "ngram"}).sources == (NgramSource(5, 5),)
+
+
+def test_nodes_of_all_sources_add_up_by_default():
+    ssms = [{"model": "a", "tree": [1, 2]}, {"model": "b", "tree": [2]}]
+    assert parse_options({"ssms": ssms}).num_speculative_tokens == 5
+
+
+def test_a_pool_may_hold_lookups_beside_ssms(tmp_path, make_llama):
+    ssms = [make_llama("pool/a"), make_llama("pool/b")]
+    entries = [{"model": "a"}, {"model": "b", "tree": [2]}, {"model": "suffix"}]
+    (tmp_path / "pool/manifest.json").write_text(json.dumps({"ssms": entries}))
+    options = parse_options({"model": str(tmp_path / "pool")})
+    assert [ssm.model for ssm in options.ssms] == ssms
+    assert options.ssms[1].tree == ExpansionTree((2,))
+    assert options.sources[2] == SuffixSource()
+
+
 @pytest.mark.parametrize(
     ("manifest", "sentence"),
     [
-        ({"ssms": [{"model": "a"}, {"model": "a"}]}, "exactly one SSM.*got 2"),
+        ({"ssms": [{"model": "a", "wieght": 1}]}, r"ssms\[0\] keys must be among"),
         ({"ssms": [{"model": "b"}]}, "must name folders with config.json"),
         ({"ssms": ["a"]}, "must hold"),
         ([], "must hold"),

@@ -13,7 +13,7 @@ from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_specinfer.options import SpecInferOptions, SSMSource, Tree
+from vllm_specinfer.options import Source, SpecInferOptions, SSMSource, Tree
 from vllm_specinfer.refusals import refuse, ssm_reason
 
 logger = init_logger(__name__)
@@ -41,7 +41,7 @@ class SpecInferConfig(SpeculativeConfig):
     options: SkipValidation[SpecInferOptions] = None  # type: ignore[assignment]
     """What the user asked for, defaults filled in."""
     ssm_model_configs: SkipValidation[tuple[ModelConfig, ...]] = ()
-    """One model config per SSM, in the order of ``sources``."""
+    """One model config per SSM, in their order."""
 
     verifies_with_plain_sampler: ClassVar[bool] = True
     """Every sampling parameter of plain decoding applies (hooks/sampling_params.py)."""
@@ -69,7 +69,7 @@ class SpecInferConfig(SpeculativeConfig):
         """
         ssm_model_configs = tuple(
             build_ssm_model_config(source, target_model_config)
-            for source in options.sources
+            for source in options.ssms
         )
         # Here, not in __post_init__: pydantic would wrap the sentences.
         for ssm in ssm_model_configs:
@@ -86,15 +86,19 @@ class SpecInferConfig(SpeculativeConfig):
         # The parent's version guesses the method from the SSM's path ("eagle-...",
         # "dspark") and rewrites MTP-capable configs, so it must not run. Every line
         # below may run again: vLLM's replace() repeats it on a finished config.
-        if self.options is None or not self.ssm_model_configs:
+        if self.options is None:
             raise ValueError(
                 "SpecInferConfig must be built with SpecInferConfig.create"
             )
         self.method = "draft_model"
-        self.model = self.options.sources[0].model
-        self.revision = self.options.sources[0].revision
-        self.quantization = self.options.sources[0].quantization
-        self.draft_model_config = self.ssm_model_configs[0]
+        # Without an SSM vLLM sees the target, as with its own method "ngram".
+        first = next(iter(self.options.ssms), None)
+        self.model = first.model if first else self.target_model_config.model
+        self.revision = first.revision if first else None
+        self.quantization = first.quantization if first else None
+        self.draft_model_config = next(
+            iter(self.ssm_model_configs), self.target_model_config
+        )
         self.draft_tensor_parallel_size = (
             self.target_parallel_config.tensor_parallel_size
         )
@@ -112,7 +116,7 @@ class SpecInferConfig(SpeculativeConfig):
         return self.options.tree
 
     @property
-    def sources(self) -> tuple[SSMSource, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """What proposes trees."""
         return self.options.sources
 

@@ -7,6 +7,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specinfer.attention.cpu import CPUTreeAttentionMetadataBuilder
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.compaction import commit_kv
-from vllm_specinfer.drafting.requests import DraftRequests
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 
@@ -55,13 +56,15 @@ class TreeModelState(DefaultModelState):
         device: torch.device,
         *,
         trees: TreeTable,
-        requests: DraftRequests,
+        start_request: Callable[[int, NewRequestData], None],
+        bind_sampler: Callable[[Sampler], None],
         verification: str,
         draft_layer_names: set[str],
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._trees = trees
-        self._requests = requests
+        self._start_request = start_request
+        self._bind_sampler = bind_sampler
         self._verification = verification
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
@@ -80,7 +83,7 @@ class TreeModelState(DefaultModelState):
         """Start a request in a slot: whatever tree was there is stale."""
         super().add_request(req_index, new_req_data)
         self._trees.drop(req_index)
-        self._requests.add(req_index, new_req_data)
+        self._start_request(req_index, new_req_data)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -141,9 +144,9 @@ class TreeModelState(DefaultModelState):
         plan.fill_positions(positions.numpy())
         return {**inputs, "positions": positions}
 
-    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+    def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
-        self._requests.sampling = sampler.sampling_states
+        self._bind_sampler(sampler)
         return sampler, TreeSampler(
             sampler, self.plan_of, self.commit, self._verification
         )

@@ -105,11 +105,44 @@ class SSMSource:
         model: Folder or hub id, a pool's manifest already resolved.
         revision: Hub revision.
         quantization: vLLM quantization method of the weights.
+        tree: Shape of this SSM's trees; None for that of all.
+        num_speculative_tokens: Most nodes that it may contribute; None for all.
     """
 
     model: str
     revision: str | None = None
     quantization: str | None = None
+    tree: Tree | None = None
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class NgramSource:
+    """What followed the last n-gram where it stands first in the request's tokens.
+
+    The names and defaults are those of vLLM's method "ngram".
+
+    Attributes:
+        prompt_lookup_min: Shortest n-gram.
+        prompt_lookup_max: Longest n-gram.
+    """
+
+    prompt_lookup_min: int = 5
+    prompt_lookup_max: int = 5
+
+
+@dataclass(frozen=True)
+class SuffixSource:
+    """What followed the longest match in this text, else in the last texts.
+
+    Attributes:
+        max_tokens: Most tokens of past texts that are remembered, about 200 bytes each.
+    """
+
+    max_tokens: int = 131_072
+
+
+Source = SSMSource | NgramSource | SuffixSource
 
 
 @dataclass(frozen=True)
@@ -117,18 +150,23 @@ class SpecInferOptions:
     """A valid user configuration, every default filled in.
 
     Attributes:
-        sources: What proposes trees; exactly one SSM in this version.
+        sources: What proposes trees, one or more.
         tree: The tree's limits.
         num_speculative_tokens: Most nodes of one request in one step (N).
         verification: One of `VERIFICATIONS`.
         scheduler: "auto" or "static".
     """
 
-    sources: tuple[SSMSource, ...]
+    sources: tuple[Source, ...]
     tree: Tree
     num_speculative_tokens: int
     verification: str = "auto"
     scheduler: str = "auto"
+
+    @property
+    def ssms(self) -> tuple[SSMSource, ...]:
+        """The neural sources, in order."""
+        return tuple(s for s in self.sources if isinstance(s, SSMSource))
 
     @property
     def verification_rule(self) -> str:
@@ -138,8 +176,9 @@ class SpecInferOptions:
 
     @property
     def max_level_width(self) -> int:
-        """Nodes of the widest level that N lets through (W)."""
-        return min(self.tree.max_width, self.num_speculative_tokens)
+        """Nodes of the widest level that any SSM runs at once (W)."""
+        widths = [(ssm.tree or self.tree).max_width for ssm in self.ssms]
+        return min(max(widths, default=0), self.num_speculative_tokens)
 
     @property
     def truncation_notice(self) -> str | None:

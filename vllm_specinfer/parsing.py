@@ -1,28 +1,30 @@
 """What a user may write in ``--speculative-config``, parsed.
 
-Limits of this version: one neural SSM, no learned policy.
+Limits of this version: no learned policy.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_specinfer.keys import refuse_unknown_keys
 from vllm_specinfer.options import (
-    DEFAULT_MAX_DEPTH,
-    DEFAULT_MAX_WIDTH,
-    DEFAULT_MIN_PROBABILITY,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     METHOD,
     SCHEDULERS,
     VERIFICATIONS,
-    BestFirstTree,
-    ExpansionTree,
+    Source,
     SpecInferOptions,
+    SSMSource,
     Tree,
-    is_int,
 )
 from vllm_specinfer.sources import parse_sources
+from vllm_specinfer.trees import (
+    check_limits,
+    default_num_nodes,
+    default_tree,
+    parse_num_nodes,
+    parse_tree,
+)
 
 KNOWN_KEYS = (
     "method",
@@ -73,11 +75,12 @@ def parse_options(raw: Mapping[str, Any]) -> SpecInferOptions:
     method = config.get("method", METHOD)
     if method != METHOD:
         raise ValueError(f"method must be {METHOD!r}; got {method!r}")
+    sources = parse_sources(config)
     tree, num_nodes = _parse_budget(
-        config.get("tree"), config.get("num_speculative_tokens")
+        config.get("tree"), config.get("num_speculative_tokens"), sources
     )
     return SpecInferOptions(
-        sources=parse_sources(config),
+        sources=sources,
         tree=tree,
         num_speculative_tokens=num_nodes,
         verification=_parse_choice(
@@ -87,83 +90,31 @@ def parse_options(raw: Mapping[str, Any]) -> SpecInferOptions:
     )
 
 
-def _parse_budget(raw_tree: Any, raw_num_nodes: Any) -> tuple[Tree, int]:
-    num_nodes = raw_num_nodes
-    if num_nodes is not None and (not is_int(num_nodes) or num_nodes < 1):
-        raise ValueError(
-            f"num_speculative_tokens must be a positive integer; got {num_nodes!r}"
+def _parse_budget(
+    raw_tree: Any, raw_num_nodes: Any, sources: tuple[Source, ...]
+) -> tuple[Tree, int]:
+    """The tree of SSMs without their own, and N."""
+    num_nodes = parse_num_nodes(raw_num_nodes)
+    own_trees = [s.tree for s in sources if isinstance(s, SSMSource) and s.tree]
+    if raw_tree is not None:
+        tree = parse_tree(raw_tree)
+        num_nodes = num_nodes or default_num_nodes(tree)
+        check_limits(tree, num_nodes)
+    else:
+        num_nodes = (
+            num_nodes
+            or sum(default_num_nodes(own) for own in own_trees)
+            or DEFAULT_NUM_SPECULATIVE_TOKENS
         )
-    if raw_tree is None:
-        num_nodes = num_nodes or DEFAULT_NUM_SPECULATIVE_TOKENS
-        return _default_tree(num_nodes), num_nodes
-    tree = parse_tree(raw_tree)
-    if num_nodes is None:
-        num_nodes = _default_num_nodes(tree)
-    if num_nodes > tree.num_nodes:
-        raise ValueError(
-            "num_speculative_tokens must be at most the tree's "
-            f"{tree.num_nodes} nodes; got {num_nodes}"
-        )
-    if isinstance(tree, BestFirstTree):
-        for name in ("max_depth", "max_width"):
-            if getattr(tree, name) > num_nodes:
-                raise ValueError(
-                    f"tree.{name} must be at most num_speculative_tokens "
-                    f"({num_nodes}); got {getattr(tree, name)}"
-                )
-    return tree, num_nodes
-
-
-def _default_tree(num_nodes: int) -> BestFirstTree:
-    """The default limits, bent so that exactly N nodes can be asked for."""
-    max_depth = min(DEFAULT_MAX_DEPTH, num_nodes)
-    max_width = max(DEFAULT_MAX_WIDTH, -(-num_nodes // max_depth))
-    return BestFirstTree(max_depth, min(max_width, num_nodes))
-
-
-def _default_num_nodes(tree: Tree) -> int:
-    if isinstance(tree, ExpansionTree):
-        return tree.num_nodes
-    wanted = max(DEFAULT_NUM_SPECULATIVE_TOKENS, tree.max_depth, tree.max_width)
-    return min(wanted, tree.num_nodes)
-
-
-def parse_tree(raw: Any) -> Tree:
-    """Parse the ``tree`` key.
-
-    Args:
-        raw: "1,1,3,1", [1, 1, 3, 1], {"max_depth": 4, "max_width": 4} or a tree.
-
-    Returns:
-        The tree.
-
-    Raises:
-        ValueError: The tree is impossible or of an unknown form.
-    """
-    if isinstance(raw, ExpansionTree | BestFirstTree):
-        return raw
-    if isinstance(raw, str):
-        parts = [part.strip() for part in raw.strip().strip("[]()").split(",")]
-        if not all(re.fullmatch(r"[+-]?\d+", part) for part in parts):
+        tree = default_tree(num_nodes)
+    if all(isinstance(s, SSMSource) for s in sources):
+        most = sum((s.tree or tree).num_nodes for s in sources)
+        if num_nodes > most:
             raise ValueError(
-                "tree must be integers separated by commas, as in '1,1,3,1'; got "
-                f"{raw!r}"
+                f"num_speculative_tokens must be at most the tree's {most} nodes; got "
+                f"{num_nodes}"
             )
-        return ExpansionTree(tuple(int(part) for part in parts))
-    if isinstance(raw, list | tuple):
-        return ExpansionTree(tuple(raw))
-    if isinstance(raw, Mapping):
-        defaults = {
-            "max_depth": DEFAULT_MAX_DEPTH,
-            "max_width": DEFAULT_MAX_WIDTH,
-            "min_probability": DEFAULT_MIN_PROBABILITY,
-        }
-        refuse_unknown_keys(raw, tuple(defaults), "tree")
-        return BestFirstTree(**(defaults | dict(raw)))
-    raise ValueError(
-        "tree must be an expansion such as [1, 1, 3, 1] or an object with max_depth "
-        f"and max_width; got {raw!r}"
-    )
+    return tree, num_nodes
 
 
 def _parse_scheduler(raw: Any) -> str:

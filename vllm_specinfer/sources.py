@@ -1,22 +1,32 @@
-"""What proposes trees: SSM folders, hub ids and pools, parsed and found on disk."""
+"""What proposes trees: SSMs, pools, n-grams and suffixes, parsed and found on disk."""
 
 import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.keys import refuse_unknown_keys
-from vllm_specinfer.options import SSMSource
+from vllm_specinfer.options import (
+    NgramSource,
+    Source,
+    SSMSource,
+    SuffixSource,
+    is_int,
+)
+from vllm_specinfer.trees import check_limits, parse_num_nodes, parse_tree
 
 MANIFEST = "manifest.json"
-SSM_KEYS = ("model", "revision", "quantization")
-MODEL_FREE_SOURCES = ("ngram", "suffix")
+SSM_KEYS = ("model", "revision", "quantization", "tree", "num_speculative_tokens")
+NGRAM_KEYS = ("model", "prompt_lookup_min", "prompt_lookup_max")
+SUFFIX_KEYS = ("model", "max_tokens")
+MODEL_FREE = ("ngram", "suffix")
 
 
-def parse_sources(config: Mapping[str, Any]) -> tuple[SSMSource, ...]:
-    """Parse the keys ``model`` and ``ssms``; this version wants exactly one SSM.
+def parse_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
+    """Parse the keys ``model`` and ``ssms``.
 
     Raises:
         ValueError: One sentence that says what must change.
@@ -26,73 +36,115 @@ def parse_sources(config: Mapping[str, Any]) -> tuple[SSMSource, ...]:
         raise ValueError("model and ssms must not both be given; got both")
     if model is None and ssms is None:
         raise ValueError(
-            "model must name an SSM, a folder, a hub id or a pool; got none"
+            "model must name an SSM, a folder, a hub id, a pool, 'ngram' or 'suffix'; "
+            "got none"
         )
     if model is not None:
-        sources = _parse_source(model, "model")
-    elif isinstance(ssms, list | tuple):
-        sources = tuple(
-            source
-            for i, raw in enumerate(ssms)
-            for source in _parse_source(raw, f"ssms[{i}]")
-        )
-    else:
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a string; got {model!r}")
+        return tuple(_parse_source(model, "model"))
+    if not isinstance(ssms, list | tuple):
         raise ValueError(f"ssms must be a list; got {ssms!r}")
-    if len(sources) != 1:
-        raise ValueError(
-            "ssms must name exactly one SSM, this version supports no more; got "
-            f"{len(sources)}"
-        )
+    sources = tuple(
+        source
+        for i, raw in enumerate(ssms)
+        for source in _parse_source(raw, f"ssms[{i}]")
+    )
+    if not sources:
+        raise ValueError("ssms must name at least one source; got none")
+    for kind, name in ((NgramSource, "ngram"), (SuffixSource, "suffix")):
+        if sum(isinstance(source, kind) for source in sources) > 1:
+            raise ValueError(f"ssms must name {name!r} at most once; got it twice")
     return sources
 
 
-def _parse_source(raw: Any, where: str) -> tuple[SSMSource, ...]:
+def _parse_source(raw: Any, where: str) -> list[Source]:
+    """One entry; a pool is several sources."""
     entry = {"model": raw} if isinstance(raw, str | os.PathLike) else raw
-    if not isinstance(entry, Mapping) or where == "model" and entry is raw:
-        kinds = "a string" if where == "model" else "a string or an object"
-        raise ValueError(f"{where} must be {kinds}; got {raw!r}")
-    refuse_unknown_keys(entry, SSM_KEYS, where)
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a string or an object; got {raw!r}")
     name = entry.get("model")
     if isinstance(name, os.PathLike):
         name = os.fspath(name)
+    if name == "ngram":
+        return [_parse_ngram(entry, where)]
+    if name == "suffix":
+        return [_parse_suffix(entry, where)]
+    refuse_unknown_keys(entry, SSM_KEYS, where)
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"{where} must name a model; got {name!r}")
     for key in ("revision", "quantization"):
         if not isinstance(entry.get(key), str | None):
             raise ValueError(f"{where}.{key} must be a string; got {entry[key]!r}")
-    if name in MODEL_FREE_SOURCES:
+    tree = None if entry.get("tree") is None else parse_tree(entry["tree"])
+    num_nodes = parse_num_nodes(entry.get("num_speculative_tokens"), f"{where}.")
+    if tree is not None and num_nodes is not None:
+        check_limits(tree, num_nodes, f"{where}.")
+    own = {key: entry.get(key) for key in ("revision", "quantization")}
+    own |= {"tree": tree, "num_speculative_tokens": num_nodes}
+    folder = Path(name).expanduser()
+    if (folder / MANIFEST).is_file():
+        members = _read_manifest(folder / MANIFEST)
+        return [
+            replace(m, **{k: v for k, v in own.items() if v is not None})
+            if isinstance(m, SSMSource)
+            else m
+            for m in members
+        ]
+    return [SSMSource(_resolve_model(name, where), **own)]
+
+
+def _parse_ngram(entry: Mapping[str, Any], where: str) -> NgramSource:
+    """As vLLM: one bound given stands for both."""
+    refuse_unknown_keys(entry, NGRAM_KEYS, where)
+    bounds = [entry.get(key) for key in NGRAM_KEYS[1:]]
+    for key, value in zip(NGRAM_KEYS[1:], bounds, strict=True):
+        if value is not None and (not is_int(value) or value < 1):
+            raise ValueError(f"{where}.{key} must be a positive integer; got {value!r}")
+    least, most = bounds
+    if least is None and most is None:
+        return NgramSource()
+    source = NgramSource(least or most, most or least)
+    if source.prompt_lookup_min > source.prompt_lookup_max:
         raise ValueError(
-            f"{where} must be a neural SSM, this version supports one SSM and no "
-            f"other source; got {name!r}"
+            f"{where}.prompt_lookup_min must be at most prompt_lookup_max; got {least} "
+            f"and {most}"
         )
-    return tuple(
-        SSMSource(path, entry.get("revision"), entry.get("quantization"))
-        for path in _resolve_model(name, where)
-    )
+    return source
 
 
-def _resolve_model(name: str, where: str) -> list[str]:
-    """The model folders behind a name: itself, or a pool's members."""
+def _parse_suffix(entry: Mapping[str, Any], where: str) -> SuffixSource:
+    refuse_unknown_keys(entry, SUFFIX_KEYS, where)
+    most = entry.get("max_tokens")
+    if most is None:
+        return SuffixSource()
+    if not is_int(most) or most < 0:
+        raise ValueError(
+            f"{where}.max_tokens must be an integer of at least 0; got {most!r}"
+        )
+    return SuffixSource(most)
+
+
+def _resolve_model(name: str, where: str) -> str:
+    """A folder as it is, or a hub id."""
     folder = Path(name).expanduser()
     if not folder.exists():
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith("."):
-            return [name]
+            return name
         raise ValueError(
             f"{where} must be an existing folder or a hub id; got {name!r}"
         )
-    manifest = folder / MANIFEST
-    if manifest.is_file():
-        return _read_manifest(manifest)
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{where} must be a whole model; got a LoRA adapter, {name!r}")
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(
             f"{where} must be a folder with config.json or {MANIFEST}; got {name!r}"
         )
-    return [str(folder)]
+    return str(folder)
 
 
-def _read_manifest(manifest: Path) -> list[str]:
+def _read_manifest(manifest: Path) -> list[Source]:
+    """The members of a pool: entries as in ``ssms``, folders beside the manifest."""
     try:
         content = json.loads(manifest.read_text())
     except ValueError as error:
@@ -105,10 +157,14 @@ def _read_manifest(manifest: Path) -> list[str]:
         raise ValueError(
             f'{manifest} must hold {{"ssms": [{{"model": "..."}}]}}; got {content!r}'
         )
-    folders = [manifest.parent / entry["model"] for entry in entries]
-    for folder in folders:
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"{manifest} must name folders with config.json; got {folder}"
-            )
-    return [str(folder) for folder in folders]
+    members: list[Source] = []
+    for i, entry in enumerate(entries):
+        folder = manifest.parent / entry["model"]
+        if entry["model"] not in MODEL_FREE:
+            if not (folder / "config.json").is_file():
+                raise ValueError(
+                    f"{manifest} must name folders with config.json; got {folder}"
+                )
+            entry = {**entry, "model": str(folder)}
+        members += _parse_source(entry, f"{manifest}: ssms[{i}]")
+    return members

@@ -28,11 +28,11 @@ def rows(count, temperature=1.0, **params):
     )
 
 
-def choose(rule, k, draft_rows):
+def choose(rule, k, draft_rows, source=0):
     count = len(draft_rows.seeds)
     logprobs = np.tile(np.log(Q).astype(np.float32), (count, 1))
     tokens = np.tile(TOKENS, (count, 1))
-    return ChildChooser(rule).choose(logprobs, tokens, k, draft_rows)
+    return ChildChooser(rule, source).choose(logprobs, tokens, k, draft_rows)
 
 
 def close(counts, expected):
@@ -72,7 +72,7 @@ def test_pairs_of_draws_have_their_joint_distribution(rule):
     assert (draws.tokens[0] == TOKENS).all()
 
 
-def test_places_of_one_tree_and_steps_of_one_request_draw_independently():
+def test_places_steps_requests_and_sources_draw_independently():
     one = rows(20_000)
     elsewhere = [
         one.below(np.arange(20_000), 0, np.zeros(20_000, int)),
@@ -80,8 +80,8 @@ def test_places_of_one_tree_and_steps_of_one_request_draw_independently():
         DraftRows(**{**vars(one), "seeds": one.seeds + 1}),
     ]
     first = choose("mss", 1, one).draws.places[:, 0]
-    for other in elsewhere:
-        second = choose("mss", 1, other).draws.places[:, 0]
+    for other, source in [*((e, 0) for e in elsewhere), (one, 1)]:
+        second = choose("mss", 1, other, source).draws.places[:, 0]
         counts = np.zeros((VOCAB, VOCAB))
         np.add.at(counts, (first, second), 1)
         assert close(counts.ravel(), np.outer(Q, Q).ravel())

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from vllm_specinfer.drafting.growth import NO_TOKEN, TreeGrowth
+from vllm_specinfer.drafting.growth import TreeGrowth
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
 VOCAB = 11
@@ -26,11 +27,14 @@ def top(logprobs, k):
 def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
     """Run the level loop; returns the trees and the frontiers as lists of paths."""
     r = len(seeds)
+    least = getattr(tree, "min_probability", 0)
+    least = np.log(least) if least else -np.inf
     growth = TreeGrowth(
         tree,
         num_nodes,
         np.full(r, 1000) if capacity is None else capacity,
         np.full(r, 1000) if max_depth is None else max_depth,
+        np.full(r, least),
     )
     paths = [[] for _ in seeds]
     requests = list(range(r))
@@ -69,7 +73,7 @@ def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
             assert len(paths[-1]) == frontier.depth
         candidates += zip(requests, frontier.nodes.tolist(), paths, strict=True)
         levels.append([(q, tuple(p)) for q, p in zip(requests, paths, strict=True)])
-    grown = growth.finish()
+    grown = growth.finish().best(num_nodes, least)
     trees = [TokenTree(t, p) for t, p in zip(grown.tokens, grown.parents, strict=True)]
     for q, candidate, path in candidates:
         known = [trees[q].path(i) for i in range(len(trees[q]))]

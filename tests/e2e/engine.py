@@ -56,7 +56,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.drafting import children
     from vllm_specinfer.kernels.cpu import gumbel
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
-    from vllm_specinfer.tree.proposals import NO_DRAW
+    from vllm_specinfer.tree.proposals import NO_DRAW, Draws
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
     from vllm_specinfer.verify import sampler, stochastic
@@ -107,6 +107,16 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     def keep_the_first_q(found, f):
         found.draws.q[f] = found.draws.q[f, 0]
 
+    def drop_what_another_source_drew(draws):
+        seen, kept = set(), []
+        for d in draws:
+            drawn = d.tokens[0, d.places[0]].tolist()
+            columns = [j for j, token in enumerate(drawn) if token not in seen]
+            kept.append(Draws(d.places[:, columns], d.tokens, d.q[:, columns]))
+            seen.update(drawn)
+        return joined(kept)
+
+    joined = sampler.joined
     choose = children.ChildChooser.choose
     output = sampler.TreeSampler._output
     prefix = gumbel._prefix
@@ -136,6 +146,9 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "likeliest_children": changed_draws(take_the_likeliest),
         "only_kept_children": changed_draws(drop_unlikely),
         "q_not_updated": changed_draws(keep_the_first_q),
+        "duplicates_across_sources_dropped": lambda: mock.patch.object(
+            sampler, "joined", drop_what_another_source_drew
+        ),
         "shared_uniforms": lambda: mock.patch.object(
             children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),

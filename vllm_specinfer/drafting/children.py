@@ -27,6 +27,7 @@ NUM_CANDIDATES = 128
 # A first guess of how often a test accepts: this where q is flat, 1 where q is sure.
 FLAT_ACCEPTANCE = 0.4
 _MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
+_SEED_STEP = 0x9E3779B97F4A7C15  # seeds of the sources of one engine lie this far apart
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,15 @@ class Children:
 class ChildChooser:
     """Chooses children by one verification rule."""
 
-    def __init__(self, verification: str) -> None:
-        """`verification` is "coupled", "mss", "rrs" or "naive"."""
+    def __init__(self, verification: str, source: int = 0) -> None:
+        """Make the chooser of one source.
+
+        Args:
+            verification: "coupled", "mss", "rrs" or "naive".
+            source: Its number: the draws of two sources must be independent.
+        """
         self._coupled = verification == "coupled"
+        self._seed_offset = source * _SEED_STEP
         self._replaces = verification != "rrs"
 
     def num_candidates(self, num_children: int, rows: DraftRows) -> int:
@@ -118,10 +125,19 @@ class ChildChooser:
         drawn_from = np.zeros((len(tokens), k, tokens.shape[1]))
         for f in sampled.tolist():
             scores[f], places[f], drawn_from[f] = _drawn(
-                q[f], k, rows, f, self._replaces
+                q[f], self._uniforms(rows, f, k), self._replaces
             )
             children[f] = np.where(places[f] == NO_DRAW, 0, tokens[f][places[f]])
         return Children(scores, children, Draws(places, tokens, drawn_from))
+
+    def _uniforms(self, rows: DraftRows, f: int, count: int) -> np.ndarray:
+        """The randomness of a row's draws: every node of every tree has its own."""
+        # The root's position, not the row's: no two steps may share a draw.
+        return uniform(
+            int(rows.seeds[f]) + self._seed_offset,
+            int(rows.roots[f]) + DRAFT_NOISE_SALT,
+            np.arange(count) + (int(rows.nodes[f]) + 1) * _MAX_CHILDREN,
+        )
 
 
 def _sampling_distribution(logprobs: np.ndarray, rows: DraftRows) -> np.ndarray:
@@ -151,15 +167,10 @@ def _coupled(
 
 
 def _drawn(
-    q: np.ndarray, k: int, rows: DraftRows, f: int, replaces: bool
+    q: np.ndarray, uniforms: np.ndarray, replaces: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """K draws from q: scores, places (`NO_DRAW` once nothing is left), their q."""
-    # The root's position, not the row's: no two steps may share a draw.
-    uniforms = uniform(
-        int(rows.seeds[f]),
-        int(rows.roots[f]) + DRAFT_NOISE_SALT,
-        np.arange(k) + (int(rows.nodes[f]) + 1) * _MAX_CHILDREN,
-    )
+    k = len(uniforms)
     scores, places = np.full(k, -np.inf, np.float32), np.full(k, NO_DRAW, np.int64)
     drawn_from = np.zeros((k, len(q)))
     reached = 1.0  # the chance that every earlier test rejects

@@ -5,16 +5,13 @@ level over all requests, K children proposed per frontier node, N nodes of a tre
 W 64-bit words per bit row.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_specinfer.options import BestFirstTree, Tree
-from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, TokenTree, num_words
-
-# vLLM's own mark of a draft that is not one.
-NO_TOKEN = -1
+from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Frontier:
     Attributes:
         requests: [F] index of the request, ascending.
         tokens: [F] int64.
-        nodes: [F] the candidate each of them is, for `GrownTrees.places`.
+        nodes: [F] the candidate each of them is.
         depth: Depth of all of them; the root's children have depth 1.
         scratch: [F] where the node's K/V goes: slots after the request's last token.
         ancestor_bits: [F, W] int64, the scratch slots each node sees.
@@ -38,43 +35,22 @@ class Frontier:
     ancestor_bits: np.ndarray
 
 
-@dataclass(frozen=True)
-class GrownTrees:
-    """R finished trees, likeliest nodes first.
-
-    Attributes:
-        tokens: [R, N] int64. Where a request has fewer than N nodes, the rest are
-            children of the root with token `NO_TOKEN`.
-        parents: [R, N] int32.
-        places: [R, C] the node of each candidate, N or more where it is none.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    places: np.ndarray
-
-    def each(self) -> Iterator[TokenTree]:
-        """The trees one by one, without what is no node."""
-        sizes = (self.tokens != NO_TOKEN).sum(axis=1)
-        for tokens, parents, size in zip(
-            self.tokens, self.parents, sizes.tolist(), strict=True
-        ):
-            yield TokenTree(tokens[:size], parents[:size])
-
-
 class TreeGrowth:
-    """Candidates of R trees, from the root's children to the finished node list.
+    """Candidates of R trees, from the root's children down.
 
     A best-first tree expands, at each level, the `max_width` likeliest new nodes that
-    are among the N likeliest so far and not below `min_probability`; a node outside can
-    never come back, because a child is no likelier than its parent. An expansion tree
-    expands everything.
-    Both keep the N nodes of highest path probability, which with ties broken by age
-    is a topological and prefix-closed order.
+    are among the N likeliest so far and not below a least probability; a node outside
+    can never come back, because a child is no likelier than its parent. An expansion
+    tree expands everything.
     """
 
     def __init__(
-        self, tree: Tree, num_nodes: int, capacity: np.ndarray, max_depth: np.ndarray
+        self,
+        tree: Tree,
+        num_nodes: int,
+        capacity: np.ndarray,
+        max_depth: np.ndarray,
+        least: np.ndarray,
     ) -> None:
         """Start R empty trees.
 
@@ -83,20 +59,18 @@ class TreeGrowth:
             num_nodes: Nodes to keep per tree (N).
             capacity: [R] scratch slots available per request.
             max_depth: [R] deepest node whose K/V may be written.
+            least: [R] log of the probability below which a best-first tree does not
+                expand a node.
         """
         num_reqs = len(capacity)
         self._best_first = isinstance(tree, BestFirstTree)
-        least = tree.min_probability if self._best_first else 0.0
-        self._least = np.log(least) if least else -np.inf
+        self._least = least[:, None]
         self._tree = tree
         self._num_nodes = num_nodes
         self._capacity = capacity
         self._max_depth = max_depth
         self._depth = 0
-        # Candidates so far: [R, C] each, -inf where a column is no node.
-        self._tokens = np.zeros((num_reqs, 0), np.int64)
-        self._parents = np.zeros((num_reqs, 0), np.int32)
-        self._logprobs = np.zeros((num_reqs, 0), np.float32)
+        self._found = Candidates.empty(num_reqs)
         self._words = num_words(self._max_scratch())
         # The frontier: [R, F'] columns of candidates; the root to begin with.
         self._columns = np.full((num_reqs, 1), ROOT, np.int32)
@@ -125,41 +99,26 @@ class TreeGrowth:
         """
         num_reqs, width = self._mask.shape
         num_new = width * logprobs.shape[1]
-        first = self._tokens.shape[1]
+        first = self._found.tokens.shape[1]
         new_logprobs = np.full((num_reqs, width, logprobs.shape[1]), -np.inf)
         new_logprobs[self._mask] = logprobs + self._base[self._mask][:, None]
         new_logprobs = new_logprobs.astype(np.float32).reshape(num_reqs, num_new)
         new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
         new_tokens[self._mask] = tokens
         new_parents = np.repeat(self._columns, logprobs.shape[1], axis=1)
-        self._tokens = np.hstack([self._tokens, new_tokens.reshape(num_reqs, num_new)])
-        self._parents = np.hstack([self._parents, new_parents])
-        self._logprobs = np.hstack([self._logprobs, new_logprobs])
+        self._found = Candidates(
+            np.hstack([self._found.tokens, new_tokens.reshape(num_reqs, num_new)]),
+            np.hstack([self._found.parents, new_parents]),
+            np.hstack([self._found.scores, new_logprobs]),
+        )
         self._depth += 1
         if self._depth >= self._tree.max_depth:
             return None
         return self._advance(first, new_logprobs, logprobs.shape[1])
 
-    def finish(self) -> GrownTrees:
-        """The N likeliest candidates of each tree."""
-        num_reqs, num_candidates = self._tokens.shape
-        rows = np.arange(num_reqs)[:, None]
-        order = np.argsort(-self._logprobs, axis=1, kind="stable")
-        rank = np.empty_like(order)
-        rank[rows, order] = np.arange(num_candidates)
-        order = order[:, : self._num_nodes]
-        tokens = self._tokens[rows, order]
-        old_parents = self._parents[rows, order]
-        parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
-        logprobs = self._logprobs[rows, order]
-        missing = ~np.isfinite(logprobs) | (logprobs < self._least)
-        tokens[missing], parents[missing] = NO_TOKEN, ROOT
-        rank[rows, order] = np.where(missing, self._num_nodes, rank[rows, order])
-        pad = self._num_nodes - tokens.shape[1]
-        if pad > 0:
-            tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
-            parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
-        return GrownTrees(tokens, parents.astype(np.int32), rank)
+    def finish(self) -> Candidates:
+        """All that was proposed; an N-node tree's N best are among them."""
+        return self._found
 
     def _max_scratch(self) -> int:
         level, total = 1, 0
@@ -179,9 +138,7 @@ class TreeGrowth:
         live = np.isfinite(new_logprobs)
         if self._best_first:
             live &= new_logprobs >= self._least
-            if self._logprobs.shape[1] > self._num_nodes:
-                nth = -np.partition(-self._logprobs, self._num_nodes - 1, axis=1)
-                live &= new_logprobs >= nth[:, self._num_nodes - 1, None]
+            live &= new_logprobs >= self._found.nth_score(self._num_nodes)[:, None]
             width = min(self._tree.max_width, num_new)
             chosen = np.argsort(-new_logprobs, axis=1, kind="stable")[:, :width]
         else:
@@ -205,7 +162,7 @@ class TreeGrowth:
         self._used = self._used + mask.sum(axis=1, dtype=np.int32)
         return Frontier(
             requests=np.nonzero(mask)[0],
-            tokens=self._tokens[rows, self._columns][mask],
+            tokens=self._found.tokens[rows, self._columns][mask],
             nodes=self._columns[mask],
             depth=self._depth,
             scratch=where,

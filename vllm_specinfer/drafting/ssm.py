@@ -1,7 +1,7 @@
 """A neural SSM: its forward passes over vLLM's paged KV cache.
 
-Dimension legend: S request slots, R requests of the batch, F rows of one pass, M
-likeliest tokens of a row, W 64-bit words per bit row.
+Dimension legend: S request slots, B requests of the batch, R of them get a tree, F rows
+of one pass, M likeliest tokens of a row, W 64-bit words per bit row.
 
 The SSM's layers live in the target's block table. Its K/V of a request is valid for
 the first `num_caught_up` tokens; a growing tree uses the slots after the last token as
@@ -15,6 +15,8 @@ from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -28,37 +30,50 @@ class NeuralSSM:
     """One SSM with its attention layers and K/V book-keeping."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        vllm_config: VllmConfig,
-        num_caught_up: np.ndarray,
+        self, model: nn.Module, vllm_config: VllmConfig, layer_names: set[str]
     ) -> None:
         """Wrap a loaded model; `bind` must follow before it drafts.
 
         Args:
             model: Any vLLM decoder with the target's vocabulary.
             vllm_config: The config to run forward passes under.
-            num_caught_up: [S] tokens whose K/V is valid; kept up to date here.
+            layer_names: Its attention layers.
         """
-        self._model = model
+        self.model = model
         self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
-        self._max_model_len = vllm_config.model_config.max_model_len
-        self._layer_names: list[str] = []
-        self.num_caught_up = num_caught_up
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self._layer_names = layer_names
+        self.num_caught_up = np.zeros(
+            vllm_config.scheduler_config.max_num_seqs, np.int64
+        )
 
     def bind(
-        self, attn_groups: list[list[AttentionGroup]], block_tables: BlockTables
-    ) -> None:
+        self,
+        kv_cache_config: KVCacheConfig,
+        block_tables: BlockTables,
+        device: torch.device,
+    ) -> list[list[AttentionGroup]]:
         """Bind the model to the allocated KV cache; may be called again.
 
         Args:
-            attn_groups: The SSM's attention groups, per KV cache group.
+            kv_cache_config: The engine's KV cache.
             block_tables: The runner's block tables.
+            device: The worker's device.
+
+        Returns:
+            The SSM's attention groups, per KV cache group.
 
         Raises:
             ValueError: The SSM's layers are spread over several KV cache groups.
         """
+        # With the SSM's own config: its builders need its head counts and dtype.
+        attn_groups, _, _ = init_attn_backend(
+            kv_cache_config,
+            self._vllm_config,
+            device,
+            active_layer_names=self._layer_names,
+        )
         used = [i for i, groups in enumerate(attn_groups) if groups]
         if len(used) != 1:
             raise ValueError(
@@ -69,12 +84,12 @@ class NeuralSSM:
         self._group_id = used[0]
         self._block_tables = block_tables
         self._block_size = block_tables.block_sizes[used[0]]
-        self._layer_names = [n for group in self._groups for n in group.layer_names]
+        return attn_groups
 
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """[R] scratch slots after the last token that the request owns."""
         held = self._block_tables.num_blocks.np[self._group_id, slots]
-        return np.minimum(held * self._block_size, self._max_model_len) - num_tokens
+        return np.minimum(held * self._block_size, self.max_model_len) - num_tokens
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
@@ -86,22 +101,26 @@ class NeuralSSM:
         slots: np.ndarray,
         all_token_ids: np.ndarray,
         num_tokens: np.ndarray,
+        growing: np.ndarray,
     ) -> torch.Tensor:
         """Run every token the SSM has not seen, ragged over the batch.
 
         Args:
-            slots: [R] request slots.
+            slots: [B] request slots.
             all_token_ids: [S, max_model_len] tokens of all slots.
-            num_tokens: [R] tokens to be caught up with; a request whose
-                `num_caught_up` is not below it takes no part.
+            num_tokens: [B] tokens to be caught up with.
+            growing: [R] batch indices whose last hidden state is wanted, ascending.
 
         Returns:
-            [R', hidden] hidden state of the last token of each request that took
-            part, in batch order.
+            [R, hidden] hidden states of their last tokens.
         """
         first = self.num_caught_up[slots]
+        # Whoever wants a hidden state runs at least its last token.
+        first[growing] = np.minimum(first[growing], num_tokens[growing] - 1)
         counts = np.maximum(num_tokens - first, 0)
         part = np.flatnonzero(counts)
+        if not len(part):
+            return torch.empty(0, 0)
         slots, first, counts = slots[part], first[part], counts[part]
         starts = np.zeros(len(part) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -119,7 +138,8 @@ class NeuralSSM:
             metadata,
             kv_slots,
         )
-        return hidden[torch.from_numpy(starts[1:] - 1)]
+        last = starts[1:] - 1
+        return hidden[torch.from_numpy(last[np.searchsorted(part, growing)])]
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
@@ -148,7 +168,7 @@ class NeuralSSM:
             num_actual_tokens=len(requests),
             max_query_len=int(counts.max()),
             query_start_loc=torch.from_numpy(starts),
-            max_seq_len=self._max_model_len,
+            max_seq_len=self.max_model_len,
             seq_lens=seq_lens,
             block_table=self._rows_of_block_table(slots),
             slot_mapping=torch.from_numpy(kv_slots),
@@ -186,7 +206,7 @@ class NeuralSSM:
         size = self._block_size
         table = self._block_tables.block_tables[self._group_id].gpu.numpy()
         held = self._block_tables.num_blocks.np[self._group_id, slots] * size
-        inside = positions < np.minimum(held, self._max_model_len)
+        inside = positions < np.minimum(held, self.max_model_len)
         safe = np.where(inside, positions, 0)
         kv_slots = table[slots, safe // size].astype(np.int64) * size + safe % size
         return np.where(inside, kv_slots, PAD_SLOT_ID)
@@ -237,5 +257,5 @@ class NeuralSSM:
             slot_mapping=slot_mapping,
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
         ):
-            hidden = self._model(input_ids=input_ids, positions=positions)
+            hidden = self.model(input_ids=input_ids, positions=positions)
         return hidden[0] if isinstance(hidden, tuple) else hidden

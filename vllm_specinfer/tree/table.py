@@ -30,8 +30,8 @@ class TreeTable:
         words = num_words(num_nodes + 1)
         self.bits = np.zeros((max_num_reqs, num_nodes + 1, words), np.int64)
         self.root_positions = np.full(max_num_reqs, NO_TREE, np.int64)
-        # Per slot the draws behind each node's children, by node; `ROOT` is one.
-        self.draws: list[dict[int, Draws]] = [{} for _ in range(max_num_reqs)]
+        # Per slot the draws below each node (`ROOT` is one), by source.
+        self.draws: list[dict[int, list[Draws]]] = [{} for _ in range(max_num_reqs)]
 
     def drop(self, slots: np.ndarray | int) -> None:
         """Forget the trees of these slots."""
@@ -42,7 +42,7 @@ class TreeTable:
         slots: np.ndarray,
         parents: np.ndarray,
         root_positions: np.ndarray,
-        draws: list[dict[int, Draws]],
+        draws: list[dict[int, list[Draws]]],
     ) -> None:
         """Store new trees.
 
@@ -50,7 +50,7 @@ class TreeTable:
             slots: [R] request slots.
             parents: [R, N] int32.
             root_positions: [R] position of each root, the last verified token.
-            draws: [R] by node; nodes whose children were not drawn are left out.
+            draws: [R] by node and source; nodes without draws are left out.
         """
         self.parents[slots] = parents
         self.depths[slots] = node_depths(parents)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer.tree.proposals import Draws
+from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
@@ -198,10 +198,13 @@ class TreeSampler:
         requests: Sequence[int],
     ) -> list[Draws | None]:
         """[G] the drawn children of the row each request stands at."""
-        return [
+        if self._tests is None:
+            return [None] * len(requests)
+        found = [
             plan.table.draws[plan.slots[i]].get(walks[i].node) if i in walks else None
             for i in requests
         ]
+        return [joined(sources) if sources else None for sources in found]
 
     def _look_back(self, slots: np.ndarray) -> list[bool]:
         """Whose logits depend on the tokens drafted before a row."""

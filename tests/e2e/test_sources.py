@@ -1,0 +1,104 @@
+"""Several sources in one engine: the text stays plain vLLM's, whoever proposes."""
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from tests.e2e import distribution, engine
+from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+from tests.e2e.test_greedy import GREEDY, PROMPTS, check, job
+
+SAMPLED = {**GREEDY, "temperature": 0.7}
+# Text that any lookup foresees.
+MONOTONOUS = {**GREEDY, "allowed_token_ids": [7]}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The target, two copies of it, and an SSM of another architecture and size."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_llama(folder / "target", seed=0)
+    copies = [noisy_copy(target, folder / f"ssm{i}", 0.2, seed=i) for i in (1, 2)]
+    torch.manual_seed(0)
+    opt = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=512,
+        word_embed_proj_dim=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    OPTForCausalLM(opt).save_pretrained(folder / "opt")
+    return target, *copies, str(folder / "opt")
+
+
+def pools(models):
+    """Configurations by what is special about them."""
+    _, one, other, opt = models
+    return {
+        "one": {"ssms": [one]},
+        "two": {"ssms": [one, other]},
+        "shapes": {
+            "ssms": [{"model": one, "tree": [1, 2, 1]}, {"model": opt, "tree": [2, 2]}],
+        },
+        "share": {"ssms": [one, {"model": other, "num_speculative_tokens": 2}]},
+        "everything": {
+            "ssms": ["ngram", one, "suffix", other],
+            "num_speculative_tokens": 12,
+        },
+        "ngram": {"model": "ngram"},
+        "suffix": {"model": "suffix"},
+    }
+
+
+def test_every_pool_gives_the_text_of_plain_decoding(models):
+    kinds = [GREEDY, SAMPLED, MONOTONOUS, SAMPLED]
+    # Every prompt twice, so that the second can be looked up in the first's text.
+    prompts = [p for p in PROMPTS for _ in range(2)]
+    params = [{**kinds[i // 2 % 4], "seed": i // 2} for i in range(len(prompts))]
+    llm = {"max_num_seqs": 3}
+    jobs = [{**job(models[:2], None, params, prompts, **llm), "plain_v2": True}]
+    for config in pools(models).values():
+        config = {"model": None, **config}
+        jobs.append(job(models[:2], config, params, prompts, **llm))
+    plain, *found = engine.run(jobs)
+    rates = {}
+    for name, result in zip(pools(models), found, strict=True):
+        check(plain, result)
+        rates[name] = result["accepted"] / result["drafts"]
+    print({name: 1 + rate for name, rate in rates.items()}, "tokens per step")
+    assert rates["two"] > rates["one"]
+    assert rates["everything"] > rates["two"]
+    assert min(rates["ngram"], rates["suffix"]) > 1
+
+
+def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):
+    """One SSM as several sources: they agree as often as draws can."""
+    target, ssm = distribution.models(tmp_path)
+
+    def job(rule, *sources, mutation=None):
+        job = distribution.job((target, ssm), rule, 8_000, mutation=mutation)
+        job["llm"]["speculative_config"] |= {
+            "model": None,
+            "ssms": sources,
+            "tree": [1, 1],
+            "num_speculative_tokens": 3,
+        }
+        return job
+
+    *right, wrong = engine.run(
+        [
+            job("mss", ssm, ssm, ssm),
+            job("rrs", ssm, ssm, {"model": "suffix", "max_tokens": 64}),
+            job("mss", ssm, ssm, ssm, mutation="duplicates_across_sources_dropped"),
+        ]
+    )
+    expected = distribution.joint(target, 1.0)
+    for result in right:
+        assert result["accepted"] > result["drafts"] / 3
+        assert distribution.p_value(result, expected) > 1e-3
+    assert distribution.p_value(wrong, expected) < 1e-4

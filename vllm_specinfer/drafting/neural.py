@@ -1,0 +1,72 @@
+"""A neural SSM as a source: catch up, then grow a tree level by level."""
+
+import numpy as np
+
+from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
+from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.options import Tree
+
+
+class NeuralSource:
+    """One SSM and the shape of its trees.
+
+    Dimension legend: B requests of the batch, R of them get a tree.
+    """
+
+    def __init__(
+        self, ssm: NeuralSSM, chooser: ChildChooser, tree: Tree, num_nodes: int
+    ) -> None:
+        """Make a source of an SSM.
+
+        Args:
+            ssm: The SSM.
+            chooser: Chooses the children of its nodes.
+            tree: The shape.
+            num_nodes: Most nodes that it may contribute to a tree.
+        """
+        self.ssm = ssm
+        self.chooser = chooser
+        self._tree = tree
+        self._num_nodes = num_nodes
+
+    def start(self, slot: int, num_computed_tokens: int) -> None:
+        """Start a request; cached blocks hold the SSM's K/V beside the target's."""
+        self.ssm.num_caught_up[slot] = num_computed_tokens
+
+    def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
+        """Catch up with the whole batch, grow the trees of R requests."""
+        hidden = self.ssm.catch_up(
+            step.slots, step.all_token_ids, step.num_tokens, step.growing
+        )
+        slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
+        growth = TreeGrowth(
+            self._tree,
+            self._num_nodes,
+            capacity=self.ssm.capacity(slots, num_tokens),
+            max_depth=self.ssm.max_model_len - num_tokens,
+            least=least,
+        )
+        draws: DrawsByNode = [{} for _ in slots]
+        if not len(slots):
+            return Proposal(growth.finish(), draws)
+        rows, requests = step.roots, np.arange(len(slots))
+        while True:
+            width = growth.num_children
+            children = self.chooser.choose(
+                *self.ssm.likeliest(hidden, self.chooser.num_candidates(width, rows)),
+                width,
+                rows,
+            )
+            if children.draws is not None:
+                nodes = zip(requests.tolist(), rows.nodes.tolist(), strict=True)
+                for f, (r, node) in enumerate(nodes):
+                    if rows.temperatures[f]:
+                        draws[r][node] = children.draws.row(f)
+            frontier = growth.extend(children.scores, children.tokens)
+            if frontier is None:
+                return Proposal(growth.finish(), draws)
+            hidden = self.ssm.run_level(frontier, slots, num_tokens)
+            requests = frontier.requests
+            rows = step.roots.below(requests, frontier.depth, frontier.nodes)

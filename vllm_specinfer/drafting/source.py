@@ -1,0 +1,62 @@
+"""What every source of trees has in common.
+
+Dimension legend: B requests of the batch, R of them get a tree, S request slots.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vllm_specinfer.drafting.children import DraftRows
+from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.proposals import Draws
+
+# Per request: what was drawn for the children of each candidate; `ROOT` is one.
+DrawsByNode = list[dict[int, Draws]]
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """The batch that was just verified.
+
+    Attributes:
+        slots: [B] request slots.
+        num_tokens: [B] int64 known tokens that may be read.
+        growing: [R] batch indices of the requests that get a tree: those whose last
+            known token is the root of one.
+        roots: [R] the growing requests' sampling parameters and root positions.
+        all_token_ids: [S, max_model_len] int32 tokens of all slots.
+        tests_draws: Children of sampled requests are tested against what they were
+            drawn from ("mss" and "rrs").
+    """
+
+    slots: np.ndarray
+    num_tokens: np.ndarray
+    growing: np.ndarray
+    roots: DraftRows
+    all_token_ids: np.ndarray
+    tests_draws: bool
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one source proposes to the R growing requests."""
+
+    candidates: Candidates
+    draws: DrawsByNode
+
+
+class Source(Protocol):
+    """Proposes trees."""
+
+    def start(self, slot: int, num_computed_tokens: int) -> None:
+        """A request starts in a slot, with so many tokens in cached blocks."""
+
+    def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
+        """Propose trees.
+
+        Args:
+            step: The step.
+            least: [R] log of the chance below which a node is sure to be left out.
+        """

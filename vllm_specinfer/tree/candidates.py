@@ -1,0 +1,145 @@
+"""Nodes that a tree may have, the union of what several sources propose, the best N.
+
+Dimension legend: R requests, C candidates per request, N nodes of a tree.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+
+# vLLM's own mark of a draft that is not one.
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class FinishedTrees:
+    """R finished trees, likeliest nodes first.
+
+    Attributes:
+        tokens: [R, N] int64. Where a request has fewer than N nodes, the rest are
+            children of the root with token `NO_TOKEN`.
+        parents: [R, N] int32.
+        places: [R, C + 1] the node of each candidate, N or more where it is none; the
+            last column stands for candidates that never were one.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    places: np.ndarray
+
+    def each(self) -> Iterator[TokenTree]:
+        """The trees one by one, without what is no node."""
+        sizes = (self.tokens != NO_TOKEN).sum(axis=1)
+        for tokens, parents, size in zip(
+            self.tokens, self.parents, sizes.tolist(), strict=True
+        ):
+            yield TokenTree(tokens[:size], parents[:size])
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Proposed nodes of R trees.
+
+    Attributes:
+        tokens: [R, C] int64, distinct among siblings.
+        parents: [R, C] int32, `ROOT` or an earlier candidate.
+        scores: [R, C] float32 log of the estimated chance that verification reaches
+            and accepts the node, never above its parent's; -inf where a column is none.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    scores: np.ndarray
+
+    @classmethod
+    def empty(cls, num_reqs: int, num_candidates: int = 0) -> "Candidates":
+        """R trees with room for candidates, but none yet."""
+        shape = (num_reqs, num_candidates)
+        return cls(
+            np.zeros(shape, np.int64),
+            np.full(shape, ROOT, np.int32),
+            np.full(shape, -np.inf, np.float32),
+        )
+
+    def nth_score(self, n: int) -> np.ndarray:
+        """[R] score of the n-th best candidate, -inf where there are fewer."""
+        if self.scores.shape[1] < n:
+            return np.full(len(self.scores), -np.inf, np.float32)
+        return -np.partition(-self.scores, n - 1, axis=1)[:, n - 1]
+
+    def best(self, num_nodes: int, least: float = -np.inf) -> FinishedTrees:
+        """The trees of the N best candidates with a score of at least `least`.
+
+        Ties are broken by age, so the order is topological and prefix-closed.
+        """
+        num_reqs, num_candidates = self.tokens.shape
+        rows = np.arange(num_reqs)[:, None]
+        order = np.argsort(-self.scores, axis=1, kind="stable")
+        rank = np.full((num_reqs, num_candidates + 1), num_nodes)
+        rank[rows, order] = np.arange(num_candidates)
+        order = order[:, :num_nodes]
+        tokens = self.tokens[rows, order]
+        old_parents = self.parents[rows, order]
+        parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
+        scores = self.scores[rows, order]
+        missing = ~np.isfinite(scores) | (scores < least)
+        tokens[missing], parents[missing] = NO_TOKEN, ROOT
+        rank[rows, order] = np.where(missing, num_nodes, rank[rows, order])
+        pad = num_nodes - tokens.shape[1]
+        if pad > 0:
+            tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
+            parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
+        return FinishedTrees(tokens, parents.astype(np.int32), rank)
+
+
+def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:
+    """The trie union of several sources' candidates (SpecInfer, section 3).
+
+    Nodes are shared by whole path. A node that several sources propose counts as
+    accepted if any of them is right, each with the chance it gives by itself.
+
+    Args:
+        sources: [S] candidates of the same R requests, S >= 1.
+
+    Returns:
+        The union, and per source [R, C] which of its candidates each one became; the
+        number of the union's columns where it was none.
+    """
+    if len(sources) == 1:
+        (only,) = sources
+        return only, [
+            np.broadcast_to(np.arange(only.tokens.shape[1]), only.tokens.shape)
+        ]
+    columns = [np.full(s.tokens.shape, -1) for s in sources]
+    tries = []
+    for r in range(len(sources[0].tokens)):
+        trie: dict[tuple[int, int], int] = {}
+        misses: list[float] = []
+        for source, column in zip(sources, columns, strict=True):
+            found = np.flatnonzero(np.isfinite(source.scores[r]))
+            chances = np.exp(source.scores[r, found].astype(np.float64)).tolist()
+            tokens = source.tokens[r, found].tolist()
+            parents = source.parents[r, found].tolist()
+            own: dict[int, int] = {ROOT: ROOT}
+            for c, token, parent, chance in zip(
+                found.tolist(), tokens, parents, chances, strict=True
+            ):
+                node = own[c] = trie.setdefault((own[parent], token), len(trie))
+                if node == len(misses):
+                    misses.append(1.0)
+                misses[node] *= 1 - chance
+            column[r, found] = [own[c] for c in found.tolist()]
+        tries.append((trie, misses))
+    width = max(len(trie) for trie, _ in tries)
+    union = Candidates.empty(len(tries), width)
+    for r, (trie, misses) in enumerate(tries):
+        if trie:
+            n = len(trie)
+            union.parents[r, :n], union.tokens[r, :n] = np.array(list(trie)).T
+            union.scores[r, :n] = np.log1p(-np.array(misses))
+    for column in columns:
+        column[column < 0] = width
+    return union, columns
