@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -84,10 +85,7 @@ def main() -> None:
     }
     plain = LLM(**common)
     tree = LLM(**common, speculative_config=config)
-    # Every n-th prompt, so that all categories of MT-bench take part.
-    texts = assets.mtbench()
-    texts = texts[:: -(-len(texts) // args.prompts)]
-    prompts = assets.chat_token_ids(target, texts)
+    prompts = assets.prompt_ids(args.data, args.prompts)
     params = SamplingParams(
         temperature=args.temperature,
         max_tokens=args.max_tokens,

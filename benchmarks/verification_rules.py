@@ -9,7 +9,6 @@ trees of "mss" and only tests otherwise (SpecInfer, arXiv 2305.09781, table 3).
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import time
@@ -36,7 +35,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=80)
-    parser.add_argument("--data", help="JSONL with token ids as `prompt`, not MT-bench")
+    parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
@@ -49,15 +48,7 @@ def main() -> None:
     from vllm_specinfer import assets
 
     target = assets.smollm2()
-    if args.data:
-        with open(args.data) as file:
-            rows = map(json.loads, itertools.islice(file, args.prompts))
-            prompts = [row["prompt"] for row in rows]
-    else:
-        # Every n-th prompt, so that all categories of MT-bench take part.
-        texts = assets.mtbench()
-        texts = texts[:: -(-len(texts) // args.prompts)]
-        prompts = assets.chat_token_ids(target, texts)
+    prompts = assets.prompt_ids(args.data, args.prompts)
     print("| rule | temperature | tokens per step | nodes per step | tokens/s |")
     print("|---|---|---|---|---|", flush=True)
     for rule in args.rules:

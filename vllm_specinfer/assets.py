@@ -114,6 +114,27 @@ def chat_token_ids(model: Path | str, texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
+def prompt_ids(source: str, count: int) -> list[list[int]]:
+    """Prompts of a benchmark as token ids, spread over all of its categories.
+
+    Args:
+        source: "mtbench" (as chats), "humaneval" (as plain text) or a JSONL file with
+            token ids as `prompt`.
+        count: Most prompts to take.
+    """
+    if source == "mtbench":
+        prompts = chat_token_ids(smollm2(), mtbench())
+    elif source == "humaneval":
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2())
+        prompts = [tokenizer.encode(text) for text in humaneval()]
+    else:
+        with open(source) as file:
+            prompts = [json.loads(line)["prompt"] for line in file]
+    return prompts[:: -(-len(prompts) // count)]
+
+
 def _package(module: str, distribution: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
