@@ -84,17 +84,17 @@ class Suffixes:
             max_depth: Most tokens of one path.
         """
         self._max_depth = max_depth
-        self._generation_size = source.max_tokens // 2
+        self._generation_size = max(1, source.max_tokens // 2)
         self._own = [TextIndex(MIN_OWN) for _ in range(max_num_reqs)]
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request, and begin anew."""
-        if len(self._past[0].tokens) > self._generation_size:
+        text = [*self._own[slot].tokens, _TEXT_END][-self._generation_size :]
+        if len(self._past[0].tokens) + len(text) > self._generation_size:
             self._past = [TextIndex(MIN_PAST), self._past[0]]
-        text = self._own[slot].tokens[: self._generation_size]
-        self._past[0].extend([*text, _TEXT_END])
+        self._past[0].extend(text)
         self._own[slot] = TextIndex(MIN_OWN)
 
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:

@@ -1,0 +1,118 @@
+"""What lookups find in texts."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.spec_decode.ngram_proposer import (
+    _find_longest_matched_ngram_and_propose_tokens as vllm_ngram,
+)
+
+from vllm_specinfer.drafting.lookup import Ngrams, chance_after
+from vllm_specinfer.drafting.suffix import MIN_OWN, MIN_PAST, PAST_TRUST, Suffixes
+from vllm_specinfer.options import NgramSource, SuffixSource
+from vllm_specinfer.tree.token_tree import ROOT
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def tokens_of(text):
+    return np.array(text, np.int32)
+
+
+@given(texts, st.integers(1, 4), st.integers(0, 3), st.integers(1, 7))
+def test_ngrams_are_those_of_vllms_own_method(text, least, more, depth):
+    text, most = tokens_of(text), least + more
+    nodes = Ngrams(NgramSource(least, most), depth).find(0, text)
+    wanted = vllm_ngram.py_func(text, least, most, 10_000, depth)
+    assert [token for _, token, _ in nodes] == wanted.tolist()
+    assert [parent for parent, _, _ in nodes] == [ROOT, *range(len(nodes) - 1)][
+        : len(nodes)
+    ]
+    chances = [1.0, *(chance for _, _, chance in nodes)]
+    assert all(0 < b < a for a, b in zip(chances, chances[1:], strict=False))
+
+
+def longest_match(context, text, most=32):
+    """Length and places of the longest match by brute force; places have a token."""
+    found = {}
+    for place in range(1, len(text)):
+        n = 0
+        while (
+            n < min(place, len(context), most)
+            and text[place - n - 1] == context[-n - 1]
+        ):
+            n += 1
+        found.setdefault(n, []).append(place)
+    length = max(found, default=0)
+    return length, found.get(length, [])
+
+
+def paths_of(nodes):
+    """Path and chance of every node."""
+    paths = {ROOT: ()}
+    for i, (parent, token, _) in enumerate(nodes):
+        paths[i] = (*paths[parent], token)
+    return {paths[i]: nodes[i][2] for i in range(len(nodes))}
+
+
+@given(texts, st.integers(1, 5))
+def test_suffixes_continue_the_longest_match_of_the_own_text(text, depth):
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=depth)
+    lookup.start(0)
+    for end in range(1, len(text)):  # as tokens come
+        lookup.find(0, tokens_of(text[:end]))
+    found = paths_of(lookup.find(0, tokens_of(text)))
+    length, places = longest_match(text, text)
+    if length < MIN_OWN:
+        assert not found
+        return
+    wanted: dict[tuple, float] = {}
+    endless = []
+    for place in places[-16:]:
+        path = text[place:]
+        endless.append((path * depth)[:depth])
+    for path in endless:
+        for d in range(1, depth + 1):
+            wanted[tuple(path[:d])] = wanted.get(tuple(path[:d]), 0) + 1
+    assert found.keys() == wanted.keys()
+    for path, count in wanted.items():
+        chance = count / len(endless)
+        for d in range(len(path)):
+            chance *= chance_after(length + d)
+        assert found[path] == pytest.approx(chance)
+
+
+def test_a_loop_is_continued_beyond_its_last_round():
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=7)
+    lookup.start(0)
+    (path,) = [
+        p for p in paths_of(lookup.find(0, tokens_of([1, 2, 3] * 4))) if len(p) == 7
+    ]
+    assert path == (1, 2, 3, 1, 2, 3, 1)
+
+
+def test_past_texts_are_found_until_they_are_dropped():
+    lookup = Suffixes(SuffixSource(max_tokens=80), max_num_reqs=9, max_depth=3)
+    lookup.start(0)
+    lookup.find(0, tokens_of([5, 6, 7, 8, 9]))
+    lookup.start(0)  # the next request takes the slot
+    context = tokens_of([1, 5, 6, 7])
+    found = paths_of(lookup.find(1, context))
+    assert list(found) == [(8,), (8, 9)]
+    assert found[(8,)] == pytest.approx(PAST_TRUST * chance_after(MIN_PAST))
+    assert not lookup.find(2, tokens_of([6, 7]))  # too short a match
+    for i in range(3):
+        assert lookup.find(3 + i, context)
+        lookup.find(0, tokens_of(range(100 + 30 * i, 130 + 30 * i)))
+        lookup.start(0)
+    assert not lookup.find(8, context)
+
+
+def test_texts_do_not_run_into_each_other():
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=4)
+    for text in ([5, 6, 7, 8], [9, 1, 2, 3]):
+        lookup.start(0)
+        lookup.find(0, tokens_of(text))
+    lookup.start(0)
+    assert list(paths_of(lookup.find(0, tokens_of([5, 6, 7])))) == [(8,)]
