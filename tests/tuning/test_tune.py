@@ -1,0 +1,198 @@
+"""`vllm-specinfer tune` end to end on a toy target, killed midway, and on bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
+from vllm_specinfer import cli
+from vllm_specinfer.parsing import parse_options
+from vllm_specinfer.tuning.data import Sample, read_prompts, read_samples
+from vllm_specinfer.tuning.model import IGNORED, Windows, collate, windows_hit
+from vllm_specinfer.tuning.settings import Settings, open_pool
+
+NUM_PROMPTS = 40
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_llama(folder / "model", seed=0, scale=2, bos_token_id=0)
+    add_tokenizer(model)
+    rng = np.random.default_rng(0)
+    lines = ["".join(chr(33 + t) for t in rng.integers(0, 8, 6)) for _ in range(60)]
+    (folder / "prompts.txt").write_text("\n".join(dict.fromkeys(lines)))
+    return model, str(folder / "prompts.txt")
+
+
+def command(target, out, **changes):
+    model, prompts = target
+    options = {
+        "target": model,
+        "prompts": prompts,
+        "out": out,
+        "hidden": 64,
+        "layers": 1,
+        "max-prompts": NUM_PROMPTS,
+        "max-tokens": 24,
+        "epochs": 30,
+        "batch-size": 8,
+        "validation": 0.2,
+        "learning-rate": 3e-3,
+        **changes,
+    }
+    return ["tune", *(f"--{name}={value}" for name, value in options.items())]
+
+
+def run(arguments, **kwargs):
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_specinfer.cli", *map(str, arguments)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **kwargs,
+    )
+
+
+def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
+    out = tmp_path / "pool"
+    first = run(command(target, out))
+    deadline = time.time() + 300
+    while not list(out.glob("checkpoints/ssm1/checkpoint-*/trainer_state.json")):
+        assert first.poll() is None and time.time() < deadline, first.stdout.read()
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert json.loads((out / "manifest.json").read_text())["ssms"] == [
+        {"model": "ssm0"}
+    ]
+    # A line that the kill cut off, as well.
+    samples = (out / "samples.jsonl").read_bytes()
+    (out / "samples.jsonl").write_bytes(samples[:-20])
+    weights = (out / "ssm0" / "model.safetensors").stat()
+
+    second = run(command(target, out))
+    log, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, log
+    assert "pool in" in log
+    assert (out / "ssm0" / "model.safetensors").stat().st_mtime == weights.st_mtime
+    assert (out / "samples.jsonl").read_bytes() == samples
+
+    options = parse_options({"model": str(out)})
+    assert [os.path.basename(s.model) for s in options.sources] == ["ssm0", "ssm1"]
+    one, two = json.loads((out / "manifest.json").read_text())["rounds"]
+    # The target's 96 tokens are far from uniform; both SSMs learned.
+    assert one["hit_rate"] > 0.2
+    assert two["num_windows"] < one["num_windows"]
+    assert two["marked"] > one["marked"] > 0.2
+    assert two["pool_hit_rate"] > one["pool_hit_rate"] == one["hit_rate"]
+    curves = (out / "curves.csv").read_text().splitlines()
+    steps = [line.split(",") for line in curves[1:] if line.split(",")[1]]
+    assert float(steps[0][2]) > float(steps[len(steps) // 2 - 1][2])
+    # Resumed, the second round still has the losses of all of its steps.
+    assert [s[1] for s in steps if s[0] == "2"] == [
+        str(step) for step in sorted(int(s[1]) for s in steps if s[0] == "2")
+    ]
+    assert int(next(s[1] for s in steps if s[0] == "2")) < 20
+    assert (out / "curves.png").stat().st_size > 10_000
+    assert json.loads((out / "tuning.json").read_text())["versions"]["torch"]
+
+
+def test_the_next_round_learns_the_unmarked_windows_only():
+    samples = [Sample([7, 8], [1, 2, 3, 4, 5]), Sample([9], [1, 2])]
+    data = Windows(samples, [np.array([True, False, False]), np.array([True])], 2)
+    assert len(data) == 1
+    assert data[0] == ([7, 8, 1, 2, 3, 4, 5], [IGNORED] * 4 + [3, 4, 5])
+    padded = collate([data[0], ([4], [4])])
+    assert padded["input_ids"].shape == padded["labels"].shape == (2, 7)
+    assert (padded["labels"][1, 1:] == IGNORED).all()
+
+
+def test_a_window_is_hit_where_every_token_is():
+    hit = np.array([1, 1, 1, 0, 1, 1, 1], bool)
+    assert windows_hit(hit, 2).tolist() == [True, False, True, True]
+    assert windows_hit(hit, 3).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "must hold at least one prompt; got none"),
+        ("\n\n", "must hold at least one prompt; got none"),
+        ("{", "line 1 must be JSON"),
+        ('{"prompt": "ab"}\n{"text": "ab"}', "line 2 must have a prompt"),
+        ('{"prompt": [1, 2, 9999]}', f"token ids below {VOCAB}"),
+        ('["ab"]', "line 1 must have a prompt"),
+        (b"\xff\xfe\x00", "must be UTF-8 text"),
+    ],
+)
+def test_bad_prompts_are_refused_in_one_sentence(target, tmp_path, content, sentence):
+    from transformers import AutoTokenizer
+
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=sentence):
+        read_prompts(file, AutoTokenizer.from_pretrained(target[0]))
+
+
+def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target[0])
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "!\\""}\n\n{"prompt": [1, 2]}\n{"prompt": [3]}\n')
+    assert read_prompts(file, tokenizer) == [[1, 2], [3]]
+    file = tmp_path / "prompts.txt"
+    file.write_text('!"\n#\n!"\n')
+    assert read_prompts(file, tokenizer) == [[1, 2], [3]]
+
+
+def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys):
+    out = tmp_path / "pool"
+    open_pool(out, Settings(*target), [])
+    begun = (out / "tuning.json").read_bytes()
+    refused = {
+        "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
+        "hidden must be a multiple of 64; got 65": {"hidden": 65},
+        "epochs must be at least 1; got 0": {"epochs": 0},
+        "No such file": {"prompts": tmp_path / "none.txt"},
+        "at least two prompts": {"max-prompts": 1},
+    }
+    model, prompts = target
+    for sentence, change in refused.items():
+        options = {"target": model, "prompts": prompts, "out": out, **change}
+        code = cli.main(["tune", *(f"--{k}={v}" for k, v in options.items())])
+        assert code == 1
+        assert sentence in capsys.readouterr().err
+        assert (out / "tuning.json").read_bytes() == begun
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    assert cli.main(command(target, tmp_path / "full")) == 1
+    assert "must be empty or a pool begun before" in capsys.readouterr().err
+    assert not read_samples(tmp_path / "full")
+
+
+def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    base = tiny_llama(tmp_path / "base", seed=1)
+    vocab = {chr(200 + i): i for i in range(VOCAB)}
+    other = Tokenizer(models.WordLevel(vocab, unk_token=chr(200)))
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(base)
+    assert cli.main(command(target, tmp_path / "pool", base=base)) == 1
+    assert "base must have the tokenizer of the target" in capsys.readouterr().err
+    assert not (tmp_path / "pool").exists()

