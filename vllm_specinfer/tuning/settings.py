@@ -54,19 +54,11 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_ssms",
-            "layers",
-            "max_tokens",
-            "compare_length",
-            "batch_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1; got {getattr(self, name)}"
-                )
-        if self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1; got {self.epochs}")
+        counts = ("num_ssms", "layers", "max_tokens", "compare_length", "epochs")
+        for name in (*counts, "batch_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
         if self.hidden < 64 or self.hidden % 64:
             raise ValueError(f"hidden must be a multiple of 64; got {self.hidden}")
         if not 0 < self.validation < 1:
