@@ -34,6 +34,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "prompts": "JSONL with prompt or messages, or a text file, one a line",
         "num_ssms": "rounds, an SSM each",
         "base": "SSM to start every round from; default: a new one",
+        "keep_base": "the base is the first SSM of the pool as it is",
         "layers": "of a new SSM",
         "hidden": "size of a new SSM",
         "draft_vocab": "commonest tokens that the head keeps; 0 for all",
@@ -48,10 +49,14 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
     }
     for field in dataclasses.fields(Settings):
         required = field.default is dataclasses.MISSING
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.default is False:
+            parser.add_argument(flag, action="store_true", help=helps[field.name])
+            continue
         kind = str if required or field.default is None else type(field.default)
         shown = "" if required or field.default is None else f" ({field.default})"
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            flag,
             type=kind,
             required=required,
             default=None if required else field.default,

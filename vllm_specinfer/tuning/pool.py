@@ -137,7 +137,9 @@ class _Pool:
         size = sum(p.numel() for p in ssm.parameters()) * 4
         check_disk(self._out, size * CHECKPOINT_COPIES)
         checkpoints = self._out / "checkpoints" / folder.name
-        losses = model.train(ssm, data, settings, self._draft_vocab, checkpoints)
+        losses = []
+        if number or not settings.keep_base:
+            losses = model.train(ssm, data, settings, self._draft_vocab, checkpoints)
         unfinished = self._out / "checkpoints" / f"{folder.name}.unfinished"
         ssm.to(torch.bfloat16).save_pretrained(unfinished)
         self._tokenizer.save_pretrained(unfinished)
@@ -232,7 +234,8 @@ def _plot(out: Path, rounds: list[Round]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     for number, r in enumerate(rounds, start=1):
-        left.plot(*zip(*r.losses, strict=True), label=f"round {number}")
+        if r.losses:
+            left.plot(*zip(*r.losses, strict=True), label=f"round {number}")
     left.set(xlabel="step", ylabel="training loss", title="Loss on unmarked windows")
     left.legend()
     numbers = [str(n) for n in range(1, len(rounds) + 1)]

@@ -22,7 +22,9 @@ class Settings:
         target: Folder or hub id of the target.
         prompts: JSONL or text file of prompts.
         num_ssms: Rounds of boost-tuning, an SSM each.
-        base: Folder of the SSM to start from; None for a new one.
+        base: Folder of the SSM to start every round from; None for a new one.
+        keep_base: The base is the pool's first SSM as it is, so one round is no more
+            than marking what it continues already.
         layers: Layers of a new SSM.
         hidden: Hidden size of a new SSM, a multiple of 64.
         draft_vocab: Rows of the reduced head, the commonest tokens; 0 for all.
@@ -41,6 +43,7 @@ class Settings:
     prompts: str
     num_ssms: int = 2
     base: str | None = None
+    keep_base: bool = False
     layers: int = 2
     hidden: int = 192
     draft_vocab: int = 8192
@@ -65,6 +68,8 @@ class Settings:
             raise ValueError(
                 f"validation must be between 0 and 1; got {self.validation}"
             )
+        if self.keep_base and self.base is None:
+            raise ValueError("keep_base needs a base; got none")
         if self.compare_length > self.max_tokens:
             raise ValueError(
                 f"compare_length must be at most max_tokens ({self.max_tokens}); got "

@@ -1,0 +1,85 @@
+"""Whom a step asks, and whose draws stand below which node."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from vllm_specinfer.drafting.source import Proposal
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.proposals import certain
+from vllm_specinfer.tree.token_tree import ROOT
+
+SHAPE = BestFirstTree(4, 4, 0.05)
+
+
+class Chain:
+    """Proposes one chain of tokens, each with the same chance after the one before."""
+
+    def __init__(self, tokens, chance):
+        self.tokens, self.chance, self.asked = tokens, chance, []
+
+    def propose(self, step, least):
+        self.asked.append(np.exp(least))
+        n = len(self.tokens)
+        candidates = Candidates(
+            np.array([self.tokens]),
+            np.arange(-1, n - 1, dtype=np.int32)[None],
+            np.log(self.chance) * np.arange(1, n + 1, dtype=np.float32)[None],
+        )
+        draws = {
+            node: certain(token)
+            for node, token in zip(range(-1, n - 1), self.tokens, strict=True)
+        }
+        return Proposal(candidates, [draws])
+
+
+def propose(lookups, ssms, num_nodes, tree=SHAPE):
+    sources = SourceSet(tree)
+    sources.lookups, sources.ssms = lookups, ssms
+    step = SimpleNamespace(growing=np.array([0]))
+    trees, draws = sources.propose(step, num_nodes)
+    (tree,) = trees.each()
+    return tree, draws[0]
+
+
+def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
+    ssm = Chain([1, 2], 0.9)
+    tree, _ = propose([Chain([5, 6, 7], 0.9)], [ssm], 3)
+    assert tree.tokens.tolist() == [5, 6, 7] and not ssm.asked
+    tree, _ = propose([Chain([5, 6, 7], 0.9)], [ssm], 4)
+    assert ssm.asked  # three sure nodes leave room for one more
+    assert tree.tokens.tolist() == [5, 1, 6, 2]  # ties: the lookup's first
+
+
+def test_an_ssm_hears_what_will_be_left_out_anyway():
+    ssm = Chain([1], 0.5)
+    propose([Chain([5, 6, 7], 0.6)], [ssm], 2)
+    assert ssm.asked[0] == pytest.approx([0.36], abs=1e-6)
+    propose([Chain([5, 6, 7], 0.6)], [ssm], 9)
+    assert ssm.asked[1] == pytest.approx([0.05], abs=1e-6)
+
+
+def test_the_draws_of_all_sources_stand_below_the_node_they_share():
+    tree, draws = propose([], [Chain([1, 2, 3], 0.9), Chain([1, 4], 0.5)], 5)
+    paths = {tuple(tree.path(i)): i for i in range(len(tree))}
+    assert set(paths) == {(1,), (1, 2), (1, 2, 3), (1, 4)}
+    drawn = {
+        node: [int(d.tokens[0, 0]) for d in of_node] for node, of_node in draws.items()
+    }
+    assert drawn == {ROOT: [1, 1], paths[(1,)]: [2, 4], paths[(1, 2)]: [3]}
+
+
+def test_draws_below_a_node_that_is_left_out_are_forgotten():
+    tree, draws = propose([], [Chain([1, 2, 3], 0.5), Chain([4, 6], 0.9)], 2)
+    assert tree.tokens.tolist() == [4, 6]
+    assert set(draws) == {ROOT, 0}
+
+
+def test_an_expansion_keeps_unlikely_nodes():
+    tree, _ = propose(
+        [], [Chain([1, 2], 0.1), Chain([3], 0.1)], 3, ExpansionTree((2, 2))
+    )
+    assert sorted(tree.tokens.tolist()) == [1, 2, 3]
