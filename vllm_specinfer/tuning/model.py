@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -156,7 +157,7 @@ def hits(
     ssm.eval()
     found: list[np.ndarray] = []
     device = next(ssm.parameters()).device
-    for start in range(0, len(samples), batch_size):
+    for start in tqdm(range(0, len(samples), batch_size), desc="reading"):
         batch = samples[start : start + batch_size]
         rows = [
             (s.prompt + s.answer, [IGNORED] * len(s.prompt) + s.answer) for s in batch
