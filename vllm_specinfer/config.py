@@ -13,7 +13,13 @@ from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_specinfer.options import Source, SpecInferOptions, SSMSource, Tree
+from vllm_specinfer.options import (
+    BestFirstTree,
+    Source,
+    SpecInferOptions,
+    SSMSource,
+    Tree,
+)
 from vllm_specinfer.refusals import refuse, ssm_reason
 
 logger = init_logger(__name__)
@@ -129,6 +135,19 @@ class SpecInferConfig(SpeculativeConfig):
     def scheduler(self) -> str:
         """The budget policy."""
         return self.options.scheduler
+
+    @property
+    def follows_load(self) -> bool:
+        """Nodes are admitted by what they bring and cost.
+
+        Not where the user has asked for a whole expansion, and not under rules whose
+        text depends on the tree: with a seed it is to be the same again.
+        """
+        return (
+            self.scheduler == "auto"
+            and isinstance(self.tree, BestFirstTree)
+            and self.verification_rule in ("coupled", "naive")
+        )
 
     @property
     def max_level_width(self) -> int:

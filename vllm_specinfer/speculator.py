@@ -1,6 +1,7 @@
 """The speculator vLLM's runner calls after each step: ask the sources, write trees."""
 
 import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.options import SSMSource
+from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
 
@@ -59,7 +61,13 @@ class TreeSpeculator(DraftModelSpeculator):
         self._sampling: SamplingStates | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
         self._tests_draws = self.speculative_config.verification_rule in ("mss", "rrs")
-        self.sources = SourceSet(self.speculative_config.tree)
+        self.budget: Budget | None = None
+        if self.speculative_config.follows_load:
+            self.budget = Budget(self.num_speculative_steps)
+        self.sources = SourceSet(self.speculative_config.tree, self.budget)
+        # [S] nodes that each slot's last tree was expected to get accepted.
+        self._expected = np.zeros(self.max_num_reqs)
+        self._finished_at = 0.0
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
 
@@ -205,8 +213,12 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             return torch.from_numpy(drafts)
         step = self._step(input_batch, num_sampled.numpy())
+        if self.budget is not None:
+            self._observe(step, input_batch, num_sampled.numpy())
         self._trees.drop(step.slots)
-        trees, draws = self.sources.propose(step, self.num_speculative_steps)
+        trees, draws, expected = self.sources.propose(step, self.num_speculative_steps)
+        self._expected[step.slots] = 0
+        self._expected[step.slots[step.growing]] = expected
         drafts[step.growing] = trees.tokens
         self.trees = {
             input_batch.req_ids[i]: tree
@@ -215,7 +227,22 @@ class TreeSpeculator(DraftModelSpeculator):
         self._trees.write(
             step.slots[step.growing], trees.parents, step.roots.roots, draws
         )
+        self._finished_at = time.perf_counter()
         return torch.from_numpy(drafts)
+
+    def _observe(
+        self, step: DraftStep, input_batch: InputBatch, num_sampled: np.ndarray
+    ) -> None:
+        """Tell the budget what the step took and what it brought."""
+        if not step.decodes_only:
+            return
+        seconds = time.perf_counter() - self._finished_at
+        self.budget.observe_step(input_batch.num_tokens, seconds)
+        if (drafts := input_batch.num_draft_tokens_per_req) is not None:
+            verified = drafts > 0
+            expected = self._expected[step.slots[verified]].sum()
+            accepted = int(num_sampled[verified].sum() - verified.sum())
+            self.budget.observe_accepted(expected, accepted)
 
     def _step(self, input_batch: InputBatch, num_sampled: np.ndarray) -> DraftStep:
         states, slots = self._req_states, input_batch.idx_mapping_np
@@ -229,5 +256,7 @@ class TreeSpeculator(DraftModelSpeculator):
             growing=growing,
             roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
             all_token_ids=states.all_token_ids.gpu.numpy(),
+            decodes_only=len(growing) == len(slots)
+            and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
             tests_draws=self._tests_draws,
         )

@@ -36,12 +36,26 @@ class Chain:
         return Proposal(candidates, [draws])
 
 
+def shared_paths(chains):
+    """Two chains begin with the same token."""
+    return len({chain.tokens[0] for chain in chains}) < len(chains)
+
+
 def propose(lookups, ssms, num_nodes, tree=SHAPE):
     sources = SourceSet(tree)
     sources.lookups, sources.ssms = lookups, ssms
     step = SimpleNamespace(growing=np.array([0]))
-    trees, draws = sources.propose(step, num_nodes)
+    trees, draws, expected = sources.propose(step, num_nodes)
     (tree,) = trees.each()
+    # A chain's nodes have its chance to the power of their depth.
+    chances = {
+        tuple(chain.tokens[:d]): chain.chance**d
+        for chain in [*lookups, *ssms]
+        for d in range(1, len(chain.tokens) + 1)
+    }
+    paths = [tuple(tree.path(i)) for i in range(len(tree))]
+    if not shared_paths(lookups + ssms):
+        assert expected == pytest.approx([sum(chances[p] for p in paths)], abs=1e-5)
     return tree, draws[0]
 
 

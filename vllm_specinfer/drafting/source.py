@@ -27,6 +27,7 @@ class DraftStep:
             known token is the root of one.
         roots: [R] the growing requests' sampling parameters and root positions.
         all_token_ids: [S, max_model_len] int32 tokens of all slots.
+        decodes_only: No request of the batch is inside its prompt.
         tests_draws: Children of sampled requests are tested against what they were
             drawn from ("mss" and "rrs").
     """
@@ -36,6 +37,7 @@ class DraftStep:
     growing: np.ndarray
     roots: DraftRows
     all_token_ids: np.ndarray
+    decodes_only: bool
     tests_draws: bool
 
 
