@@ -58,6 +58,7 @@ class TreeModelState(DefaultModelState):
         trees: TreeTable,
         start_request: Callable[[int, NewRequestData], None],
         bind_sampler: Callable[[Sampler], None],
+        on_verified: Callable[[int, list[int]], None],
         verification: str,
         draft_layer_names: set[str],
     ) -> None:
@@ -65,6 +66,7 @@ class TreeModelState(DefaultModelState):
         self._trees = trees
         self._start_request = start_request
         self._bind_sampler = bind_sampler
+        self._on_verified = on_verified
         self._verification = verification
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
@@ -152,7 +154,7 @@ class TreeModelState(DefaultModelState):
         )
 
     def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
-        """Move accepted rows' K/V to the slots right after the root, in all layers.
+        """Keep accepted rows: K/V to the slots right after the root, in all layers.
 
         Args:
             input_batch: The verified batch; its slot mappings are still in place.
@@ -160,6 +162,8 @@ class TreeModelState(DefaultModelState):
         """
         sources, targets = [], []
         for i, path in accepted.items():
+            slot = int(input_batch.idx_mapping_np[i])
+            self._on_verified(slot, [row - 1 for row in path])
             start = int(input_batch.query_start_loc_np[i])
             for depth, row in enumerate(path, start=1):
                 if row != depth:

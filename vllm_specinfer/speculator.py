@@ -23,6 +23,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
@@ -64,9 +65,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.budget: Budget | None = None
         if self.speculative_config.follows_load:
             self.budget = Budget(self.num_speculative_steps)
-        self.sources = SourceSet(self.speculative_config.tree, self.budget)
-        # [S] nodes that each slot's last tree was expected to get accepted.
-        self._expected = np.zeros(self.max_num_reqs)
+        self.sources: SourceSet | None = None
         self._finished_at = 0.0
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
@@ -101,16 +100,14 @@ class TreeSpeculator(DraftModelSpeculator):
         configs = iter(spec.ssm_model_configs)
         num_nodes = spec.num_speculative_tokens
         layers = self.vllm_config.compilation_config.static_forward_context
+        lookups: list[LookupSource] = []
+        ssms: list[NeuralSource] = []
         for source in spec.sources:
             if not isinstance(source, SSMSource):
-                self.sources.lookups.append(
-                    lookup_source(
-                        source, self.max_num_reqs, spec.num_speculative_tokens
-                    )
-                )
+                lookups.append(lookup_source(source, self.max_num_reqs, num_nodes))
                 continue
-            number = len(self.sources.ssms)
-            self.sources.ssms.append(
+            number = len(ssms)
+            ssms.append(
                 NeuralSource(
                     self._load_ssm(next(configs), f"ssm{number}"),
                     ChildChooser(spec.verification_rule, number),
@@ -118,11 +115,13 @@ class TreeSpeculator(DraftModelSpeculator):
                     source.num_speculative_tokens or num_nodes,
                 )
             )
+        self.sources = SourceSet(lookups, ssms, spec.tree, num_nodes, self.budget)
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
             start_request=self._start_request,
             bind_sampler=self._bind_sampler,
+            on_verified=self.sources.observe,
             verification=spec.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
@@ -167,8 +166,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
 
     def _start_request(self, slot: int, request: NewRequestData) -> None:
-        for source in self.sources.all():
-            source.start(slot, request.num_computed_tokens)
+        self.sources.start(slot, request.num_computed_tokens)
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
@@ -213,12 +211,11 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             return torch.from_numpy(drafts)
         step = self._step(input_batch, num_sampled.numpy())
-        if self.budget is not None:
-            self._observe(step, input_batch, num_sampled.numpy())
+        if self.budget is not None and step.decodes_only:
+            seconds = time.perf_counter() - self._finished_at
+            self.budget.observe_step(input_batch.num_tokens, seconds)
         self._trees.drop(step.slots)
-        trees, draws, expected = self.sources.propose(step, self.num_speculative_steps)
-        self._expected[step.slots] = 0
-        self._expected[step.slots[step.growing]] = expected
+        trees, draws = self.sources.propose(step)
         drafts[step.growing] = trees.tokens
         self.trees = {
             input_batch.req_ids[i]: tree
@@ -229,20 +226,6 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         self._finished_at = time.perf_counter()
         return torch.from_numpy(drafts)
-
-    def _observe(
-        self, step: DraftStep, input_batch: InputBatch, num_sampled: np.ndarray
-    ) -> None:
-        """Tell the budget what the step took and what it brought."""
-        if not step.decodes_only:
-            return
-        seconds = time.perf_counter() - self._finished_at
-        self.budget.observe_step(input_batch.num_tokens, seconds)
-        if (drafts := input_batch.num_draft_tokens_per_req) is not None:
-            verified = drafts > 0
-            expected = self._expected[step.slots[verified]].sum()
-            accepted = int(num_sampled[verified].sum() - verified.sum())
-            self.budget.observe_accepted(expected, accepted)
 
     def _step(self, input_batch: InputBatch, num_sampled: np.ndarray) -> DraftStep:
         states, slots = self._req_states, input_batch.idx_mapping_np

@@ -36,26 +36,10 @@ class Chain:
         return Proposal(candidates, [draws])
 
 
-def shared_paths(chains):
-    """Two chains begin with the same token."""
-    return len({chain.tokens[0] for chain in chains}) < len(chains)
-
-
 def propose(lookups, ssms, num_nodes, tree=SHAPE):
-    sources = SourceSet(tree)
-    sources.lookups, sources.ssms = lookups, ssms
     step = SimpleNamespace(growing=np.array([0]))
-    trees, draws, expected = sources.propose(step, num_nodes)
+    trees, draws = SourceSet(lookups, ssms, tree, num_nodes).propose(step)
     (tree,) = trees.each()
-    # A chain's nodes have its chance to the power of their depth.
-    chances = {
-        tuple(chain.tokens[:d]): chain.chance**d
-        for chain in [*lookups, *ssms]
-        for d in range(1, len(chain.tokens) + 1)
-    }
-    paths = [tuple(tree.path(i)) for i in range(len(tree))]
-    if not shared_paths(lookups + ssms):
-        assert expected == pytest.approx([sum(chances[p] for p in paths)], abs=1e-5)
     return tree, draws[0]
 
 
@@ -97,3 +81,36 @@ def test_an_expansion_keeps_unlikely_nodes():
         [], [Chain([1, 2], 0.1), Chain([3], 0.1)], 3, ExpansionTree((2, 2))
     )
     assert sorted(tree.tokens.tolist()) == [1, 2, 3]
+
+
+class Unlimited:
+    """A budget that admits everything."""
+
+    def drafts(self, num_reqs):
+        return True
+
+    def least_score(self, scores, drafted):
+        return -np.inf
+
+    def observe_draft(self, num_reqs, seconds):
+        pass
+
+
+def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
+    liar, honest = Chain([1, 2], 0.9), Chain([3, 4], 0.5)
+    sources = SourceSet([], [liar, honest], SHAPE, 2, Unlimited())
+    step = SimpleNamespace(
+        growing=np.array([0]), slots=np.array([7]), decodes_only=True
+    )
+    kept = []
+    for _ in range(300):
+        trees, _ = sources.propose(step)
+        (tree,) = trees.each()
+        kept.append(tree.tokens.tolist())
+        paths = [tree.path(i) for i in range(len(tree))]
+        sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3])
+    assert kept[0] == [1, 2] and kept[-1] == [3, 4]
+    # What the honest source calls one half turned out sure.
+    assert sources._calibrations[1].log_factor > 0
+    assert sources._calibrations[0].log_factor < np.log(0.5)
+    sources.observe(7, [0])  # no tree stands there any more

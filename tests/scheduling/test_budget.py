@@ -83,23 +83,13 @@ def test_rows_for_nothing_admit_everything_and_dear_rows_nothing():
     assert a_budget(1e-4, 10e-3, 0).least_score(chances, True) == np.inf
 
 
-def test_scores_are_corrected_by_what_was_accepted():
-    budget = a_budget(10e-3, 0.4e-3, 1e-3)
-    scores = np.log(np.full((1, 8), 0.5))
-    assert budget.least_score(scores, True) < np.inf
-    for _ in range(200):
-        budget.observe_accepted(4.0, 0)
-    assert budget.calibration < 0.05
-    assert budget.least_score(scores, True) == np.inf
-
-
 def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     budget = a_budget(10e-3, 0.4e-3, 3e-3)
     assert budget.drafts(1)  # nothing known yet
     budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
     assert budget.drafts(1)
-    for _ in range(400):  # a source that is always wrong
-        budget.observe_accepted(4.0, 0)
+    for _ in range(400):  # a source that nobody believes any more
+        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
     tried = [budget.drafts(1) for _ in range(3 * TRY_AGAIN)]
     assert sum(tried) == 3 and tried[TRY_AGAIN - 1]
 

@@ -1,9 +1,11 @@
 """All sources of an engine: whom to ask, and one tree from all answers.
 
-Dimension legend: R requests that get a tree, N nodes of a tree.
+Dimension legend: R requests that get a tree, N nodes of a tree, Q sources asked, C
+candidates per request.
 """
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.tree.candidates import Candidates, FinishedTrees, merge
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ROOT
@@ -34,42 +37,62 @@ def lookup_source(
 class SourceSet:
     """Lookups cost next to nothing and go first; SSMs add what they cannot know."""
 
-    def __init__(self, tree: Tree, budget: Budget | None = None) -> None:
-        """Start without sources.
+    def __init__(
+        self,
+        lookups: Sequence[LookupSource],
+        ssms: Sequence[NeuralSource],
+        tree: Tree,
+        num_nodes: int,
+        budget: Budget | None = None,
+    ) -> None:
+        """Bring sources together.
 
         Args:
+            lookups: Asked in every step.
+            ssms: Asked where that pays.
             tree: The shape of the merged trees.
+            num_nodes: Most nodes of one (N).
             budget: Decides what a step spends; None always spends all.
         """
-        self.lookups: list[LookupSource] = []
-        self.ssms: list[NeuralSource] = []
+        self.lookups, self.ssms = lookups, ssms
+        self._num_nodes = num_nodes
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
         self._least = np.log(tree.min_probability) if best_first else -np.inf
         self._budget = budget
         self._asks = True
+        self._calibrations = [Calibration() for _ in self.all()]
+        # By slot: [Q, N] the chances each source gave to the nodes of its tree.
+        self._given: dict[int, np.ndarray] = {}
 
     def all(self) -> list[Source]:
         """Every source, in the order of their tests."""
         return [*self.lookups, *self.ssms]
 
+    def start(self, slot: int, num_computed_tokens: int) -> None:
+        """A request starts in a slot, with so many tokens in cached blocks."""
+        self._given.pop(slot, None)
+        for source in self.all():
+            source.start(slot, num_computed_tokens)
+
     def propose(
-        self, step: DraftStep, num_nodes: int
-    ) -> tuple[FinishedTrees, list[dict[int, list[Draws]]], np.ndarray]:
+        self, step: DraftStep
+    ) -> tuple[FinishedTrees, list[dict[int, list[Draws]]]]:
         """The trees of R requests.
 
         Returns:
-            The trees; per request the draws below each node, `ROOT` included, one item
-            per source; and [R] how many nodes the sources expect to be accepted.
+            The trees, and per request the draws below each node, `ROOT` included, one
+            item per source.
         """
         least = np.full(len(step.growing), self._least)
-        proposals = [source.propose(step, least) for source in self.lookups]
+        proposals = [self._ask(i, step, least) for i in range(len(self.lookups))]
         if proposals:
             known, _ = merge([p.candidates for p in proposals])
-            least = np.maximum(least, known.nth_score(num_nodes))
-        asked = self._asks_ssms(least)
-        if asked:
+            least = np.maximum(least, known.nth_score(self._num_nodes))
+        asks = self._asks_ssms(least)
+        if asks:
             started = time.perf_counter()
-            proposals += [source.propose(step, least) for source in self.ssms]
+            numbers = range(len(self.lookups), len(self._calibrations))
+            proposals += [self._ask(i, step, least) for i in numbers]
             if self._budget is not None and step.decodes_only:
                 spent = time.perf_counter() - started
                 self._budget.observe_draft(len(step.growing), spent)
@@ -78,18 +101,19 @@ class SourceSet:
         union, columns = merge([p.candidates for p in proposals])
         kept = self._least
         if self._budget is not None and len(least):
-            kept = max(kept, self._budget.least_score(union.scores, asked))
-        trees = union.best(num_nodes, kept)
-        chances = np.exp(-np.sort(-union.scores, axis=1)[:, :num_nodes])
-        expected = np.where(chances >= np.exp(kept), chances, 0).sum(axis=1)
-        draws: list[dict[int, list[Draws]]] = [{} for _ in least]
-        for proposal, column in zip(proposals, columns, strict=True):
-            for r, of_request in enumerate(proposal.draws):
-                for node, drawn in of_request.items():
-                    place = ROOT if node == ROOT else trees.places[r, column[r, node]]
-                    if place < num_nodes:
-                        draws[r].setdefault(int(place), []).append(drawn)
-        return trees, draws, expected
+            kept = max(kept, self._budget.least_score(union.scores, asks))
+        trees = union.best(self._num_nodes, kept)
+        if self._budget is not None:
+            self._remember(step, proposals, columns, trees)
+        return trees, self._draws(proposals, columns, trees)
+
+    def observe(self, slot: int, accepted: list[int]) -> None:
+        """Of the slot's last tree these nodes were accepted."""
+        given = self._given.pop(slot, None)
+        if given is not None:
+            for calibration, chances in zip(self._calibrations, given, strict=False):
+                hits = np.count_nonzero(chances[accepted])
+                calibration.observe(float(chances.sum()), hits)
 
     def _asks_ssms(self, least: np.ndarray) -> bool:
         """Whether the SSMs take part in this step."""
@@ -101,3 +125,49 @@ class SourceSet:
             return False
         self._asks = self._budget is None or self._budget.drafts(len(least))
         return self._asks
+
+    def _ask(self, number: int, step: DraftStep, least: np.ndarray) -> Proposal:
+        """What a source proposes, with scores that can be believed."""
+        source, calibration = self.all()[number], self._calibrations[number]
+        if self._budget is None:
+            return source.propose(step, least)
+        proposal = source.propose(step, least - calibration.log_factor)
+        return Proposal(calibration.applied(proposal.candidates), proposal.draws)
+
+    def _remember(
+        self,
+        step: DraftStep,
+        proposals: list[Proposal],
+        columns: list[np.ndarray],
+        trees: FinishedTrees,
+    ) -> None:
+        """Keep who gave which chance, to compare with what gets accepted."""
+        given = np.zeros((len(step.growing), len(proposals), self._num_nodes))
+        for q, (proposal, column) in enumerate(zip(proposals, columns, strict=True)):
+            scores = proposal.candidates.scores
+            rows, found = np.nonzero(np.isfinite(scores))
+            places = trees.places[rows, column[rows, found]]
+            rows, found, places = (
+                x[places < self._num_nodes] for x in (rows, found, places)
+            )
+            # What the source said, before it was corrected.
+            raw = scores[rows, found] - self._calibrations[q].log_factor
+            given[rows, q, places] = np.exp(raw)
+        slots = step.slots[step.growing].tolist()
+        self._given.update(zip(slots, given, strict=True))
+
+    def _draws(
+        self,
+        proposals: list[Proposal],
+        columns: list[np.ndarray],
+        trees: FinishedTrees,
+    ) -> list[dict[int, list[Draws]]]:
+        """Per request the draws below each kept node, one item per source."""
+        draws: list[dict[int, list[Draws]]] = [{} for _ in trees.tokens]
+        for proposal, column in zip(proposals, columns, strict=True):
+            for r, of_request in enumerate(proposal.draws):
+                for node, drawn in of_request.items():
+                    place = ROOT if node == ROOT else trees.places[r, column[r, node]]
+                    if place < self._num_nodes:
+                        draws[r].setdefault(int(place), []).append(drawn)
+        return draws

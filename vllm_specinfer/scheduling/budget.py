@@ -1,8 +1,8 @@
 """How many nodes a step is worth: expected tokens per second, for the whole batch.
 
 A node costs the target a row; it brings a token with the chance that it is accepted.
-Both are learned while the engine runs: the cost of a step from its own timings, the
-chances from the sources' scores and from how often they turned out right.
+The cost is learned from the steps' own timings, the chances come from the sources
+(`calibration.py`).
 
 Dimension legend: R requests of a step, C candidates per request, N nodes per request.
 """
@@ -65,16 +65,9 @@ class Budget:
         """`num_nodes` is the most a request may get (N)."""
         self._num_nodes = num_nodes
         self._step, self._draft = LinearCost(), LinearCost()
-        # Nodes accepted over what the scores said, by recent steps.
-        self._expected, self._accepted = 4.0, 4.0
         # [N] mean chance of a request's best, second best, ... node, when drafted.
         self._profile: np.ndarray | None = None
         self._idle_steps = 0
-
-    @property
-    def calibration(self) -> float:
-        """Accepted nodes per expected one."""
-        return self._accepted / self._expected
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """A target step without a prompt took so long, all but its drafting."""
@@ -84,16 +77,11 @@ class Budget:
         """Asking the SSMs for R requests took so long."""
         self._draft.observe(num_reqs, seconds)
 
-    def observe_accepted(self, expected: float, accepted: int) -> None:
-        """Nodes with these scores in all were verified, and so many accepted."""
-        self._expected = FORGETTING * self._expected + expected
-        self._accepted = FORGETTING * self._accepted + accepted
-
     def drafts(self, num_reqs: int) -> bool:
         """Whether asking the SSMs for R requests pays."""
         if self._profile is None or not (self._step.known and self._draft.known):
             return True
-        per_request = np.concatenate([[0], np.cumsum(self.calibration * self._profile)])
+        per_request = np.concatenate([[0], np.cumsum(self._profile)])
         rows = num_reqs * np.arange(1, self._num_nodes + 2)
         seconds = self._step.seconds(rows) + self._draft.seconds(num_reqs)
         rate = ((1 + per_request) / seconds).max()
@@ -121,7 +109,7 @@ class Budget:
         if not self._step.known:
             return -np.inf
         best = -np.sort(-best[np.isfinite(best)])
-        gained = np.concatenate([[0], np.cumsum(self.calibration * np.exp(best))])
+        gained = np.concatenate([[0], np.cumsum(np.exp(best))])
         seconds = self._step.seconds(num_reqs + np.arange(len(gained)))
         worth = int(((num_reqs + gained) / seconds).argmax())
         return float(best[worth - 1]) if worth else np.inf
