@@ -359,3 +359,28 @@ def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undo
     first = args.create_engine_config().speculative_config
     second = args.create_engine_config().speculative_config
     assert first.options == second.options
+
+
+@pytest.mark.parametrize(
+    ("options", "follows"),
+    [
+        ({}, True),
+        ({"verification": "naive"}, True),
+        ({"scheduler": "static"}, False),
+        ({"tree": [2, 1]}, False),
+        ({"verification": "mss"}, False),
+    ],
+)
+def test_nodes_follow_the_load_where_the_text_cannot_tell(
+    make_llama, v2_undone, options, follows
+):
+    from vllm import EngineArgs
+
+    config = {"method": "specinfer", "model": make_llama("ssm"), **options}
+    args = EngineArgs(
+        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
+    )
+    spec = args.create_engine_config().speculative_config
+    assert spec.follows_load is follows
+    spec.target_parallel_config.tensor_parallel_size = 2
+    assert not spec.follows_load

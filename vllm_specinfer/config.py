@@ -140,11 +140,13 @@ class SpecInferConfig(SpeculativeConfig):
     def follows_load(self) -> bool:
         """Nodes are admitted by what they bring and cost.
 
-        Not where the user has asked for a whole expansion, and not under rules whose
-        text depends on the tree: with a seed it is to be the same again.
+        Not where the user has asked for a whole expansion, not under rules whose text
+        depends on the tree (with a seed it is to be the same again), and not with
+        tensor parallelism: every rank has its own clock, and all must agree.
         """
         return (
             self.scheduler == "auto"
+            and self.target_parallel_config.tensor_parallel_size == 1
             and isinstance(self.tree, BestFirstTree)
             and self.verification_rule in ("coupled", "naive")
         )
