@@ -1,10 +1,11 @@
 """R2: which sources of trees pay: SSM pools, lookups and both, against plain vLLM.
 
-    python benchmarks/pools.py [--data mtbench] [--temperature 0.7] [--prompts 80]
+    python benchmarks/pools.py [--data mtbench humaneval] [--temperatures 0 0.7]
     python benchmarks/pools.py --pool wider='{"model": "SSM", "tree": [2, 2, 1]}' ...
 
 All engines live in this process and answer each prompt in turn; ratios to plain vLLM
-are medians over prompts. Tokens per step do not depend on the machine.
+are medians over prompts. "identical" compares with the V1 runner, so only greedy texts.
+Tokens per step do not depend on the machine.
 """
 
 import argparse
@@ -61,75 +62,84 @@ def main() -> None:
         metavar="NAME=JSON",
         help="speculative_config without method; the default is a table of pools",
     )
-    parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
-    parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--data", nargs="+", default=["mtbench"], help="mtbench, humaneval, a JSONL"
+    )
+    parser.add_argument("--prompts", type=int, default=1000, help="of each set")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--scheduler", default="static")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
 
     from vllm_specinfer import assets
 
-    target = assets.smollm2()
-    prompts = assets.prompt_ids(args.data, args.prompts)
     engines = {}
     for name, config in {"plain": None, **dict(args.pool or POOLS.items())}.items():
         if config is not None:
             config = {
                 "method": "specinfer",
                 "num_speculative_tokens": args.nodes,
+                "scheduler": args.scheduler,
                 **config,
             }
         engines[name] = LLM(
-            model=str(target),
+            model=str(assets.smollm2()),
             dtype=args.dtype,
             max_model_len=2048,
             max_num_seqs=8,
             speculative_config=config,
         )
-
-    def answer(name: str, i: int) -> tuple[float, list[int]]:
-        params = SamplingParams(
-            temperature=args.temperature, max_tokens=args.max_tokens, seed=i
-        )
-        start = time.perf_counter()
-        (output,) = engines[name].generate(
-            {"prompt_token_ids": prompts[i]}, params, use_tqdm=False
-        )
-        tokens = list(output.outputs[0].token_ids)
-        return len(tokens) / (time.perf_counter() - start), tokens
-
-    for name in engines:
-        answer(name, 0)
     steps = {name: StepCounter(llm) for name, llm in engines.items()}
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    num_tokens = dict.fromkeys(engines, 0)
-    num_same = dict.fromkeys(engines, 0)
-    for i in range(len(prompts)):
-        order = list(engines)
-        order = order[i % len(order) :] + order[: i % len(order)]
-        texts = {}
-        for name in order:
-            rate, texts[name] = answer(name, i)
-            rates[name].append(rate)
-            num_tokens[name] += len(texts[name])
-        for name, text in texts.items():
-            num_same[name] += text == texts["plain"]
-    print(f"{len(prompts)} prompts of {args.data}, temperature {args.temperature}")
-    print("| sources | tokens per step | tokens/s | ratio, median | identical |")
-    print("|---|---|---|---|---|")
-    for name in engines:
-        # One step of each prompt reads it and gives its first token.
-        decoded = num_tokens[name] - len(prompts)
-        per_step = decoded / (steps[name].count - len(prompts))
-        ratios = [a / b for a, b in zip(rates[name], rates["plain"], strict=True)]
-        print(
-            f"| {name} | {per_step:.2f} "
-            f"| {statistics.median(rates[name]):.1f} "
-            f"| {statistics.median(ratios):.2f} | {num_same[name]} |"
-        )
+
+    def compare(prompts: list[list[int]], temperature: float) -> None:
+        """Print one table."""
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=i)
+            for i in range(len(prompts))
+        ]
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        num_tokens = dict.fromkeys(engines, 0)
+        num_same = dict.fromkeys(engines, 0)
+        before = {name: counter.count for name, counter in steps.items()}
+        for i, prompt in enumerate(prompts):
+            order = list(engines)
+            order = order[i % len(order) :] + order[: i % len(order)]
+            texts = {}
+            for name in order:
+                start = time.perf_counter()
+                (output,) = engines[name].generate(
+                    {"prompt_token_ids": prompt}, params[i], use_tqdm=False
+                )
+                took = time.perf_counter() - start
+                texts[name] = output.outputs[0].token_ids
+                rates[name].append(len(texts[name]) / took)
+                num_tokens[name] += len(texts[name])
+            for name, text in texts.items():
+                num_same[name] += text == texts["plain"]
+        print("| sources | tokens per step | tokens/s | ratio, median | identical |")
+        print("|---|---|---|---|---|")
+        for name in engines:
+            # One step of each prompt reads it and gives its first token.
+            decoded = num_tokens[name] - len(prompts)
+            per_step = decoded / (steps[name].count - before[name] - len(prompts))
+            ratios = [a / b for a, b in zip(rates[name], rates["plain"], strict=True)]
+            print(
+                f"| {name} | {per_step:.2f} | {statistics.median(rates[name]):.1f} "
+                f"| {statistics.median(ratios):.2f} | {num_same[name]} |",
+                flush=True,
+            )
+
+    warm = SamplingParams(max_tokens=16)
+    for llm in engines.values():
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, warm, use_tqdm=False)
+    for data in args.data:
+        prompts = assets.prompt_ids(data, args.prompts)
+        for temperature in args.temperatures:
+            print(f"\n{len(prompts)} prompts of {data}, temperature {temperature}\n")
+            compare(prompts, temperature)
 
 
 if __name__ == "__main__":

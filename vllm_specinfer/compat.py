@@ -26,6 +26,7 @@ REQUIRED_IN_WORKER = (
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.propose",
+    "vllm.v1.worker.gpu.attn_utils:init_attn_backend",
     "vllm.v1.worker.gpu.model_states:resolve_model_state_cls",
     "vllm.v1.worker.gpu.model_states.interface:ModelSpecificAttnMetadata",
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
