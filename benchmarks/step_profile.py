@@ -62,6 +62,7 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--scheduler", default="auto")
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -82,6 +83,7 @@ def main() -> None:
         "method": "specinfer",
         "model": args.ssm,
         "num_speculative_tokens": args.nodes,
+        "scheduler": args.scheduler,
     }
     plain = LLM(**common)
     tree = LLM(**common, speculative_config=config)

@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--tree", type=json.loads, help="as in the configuration")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--scheduler", default="auto")
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
 
@@ -57,6 +58,7 @@ def main() -> None:
             "model": args.ssm,
             "num_speculative_tokens": args.nodes,
             "verification": rule,
+            "scheduler": args.scheduler,
         }
         if args.tree is not None:
             config["tree"] = args.tree

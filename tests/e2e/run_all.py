@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--scheduler", default="auto")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     ids = prompts(args.prompts)
@@ -52,7 +53,11 @@ def main() -> None:
             "enforce_eager": args.eager,
         }
         if tree is not None:
-            llm["speculative_config"] = {"method": "specinfer", "model": args.ssm}
+            llm["speculative_config"] = {
+                "method": "specinfer",
+                "model": args.ssm,
+                "scheduler": args.scheduler,
+            }
             if tree != "best-first":
                 llm["speculative_config"]["tree"] = tree
         logprobs = {} if tree or args.dtype == "float32" else {"logprobs": 2}
