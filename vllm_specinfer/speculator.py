@@ -213,7 +213,9 @@ class TreeSpeculator(DraftModelSpeculator):
         step = self._step(input_batch, num_sampled.numpy())
         if self.budget is not None and step.decodes_only:
             seconds = time.perf_counter() - self._finished_at
-            self.budget.observe_step(input_batch.num_tokens, seconds)
+            num_rows = input_batch.num_tokens
+            trees = num_rows > input_batch.num_reqs
+            self.budget.observe_step(num_rows, seconds, trees)
         self._trees.drop(step.slots)
         trees, draws = self.sources.propose(step)
         drafts[step.growing] = trees.tokens

@@ -86,6 +86,9 @@ def test_an_expansion_keeps_unlikely_nodes():
 class Unlimited:
     """A budget that admits everything."""
 
+    def goes_plain(self):
+        return False
+
     def drafts(self, num_reqs):
         return True
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from vllm_specinfer.scheduling.budget import TRY_AGAIN, Budget, LinearCost
+from vllm_specinfer.scheduling.budget import TRY_AGAIN, Budget, StepCost
 
 
 def measured(start, slope, rows, noise=0.0, seed=0):
     """A cost that has seen steps of these rows."""
     rng = np.random.default_rng(seed)
-    cost = LinearCost()
+    cost = StepCost()
     for n in rows:
         cost.observe(n, (start + slope * n) * (1 + noise * rng.standard_normal()))
     return cost
@@ -45,10 +45,34 @@ def test_cost_follows_a_drift():
     assert cost.seconds(17) == pytest.approx(33.6e-3, rel=0.02)
 
 
+def test_walking_trees_is_told_from_the_rows():
+    cost = StepCost()
+    rng = np.random.default_rng(2)
+    for n in range(200):
+        rows = int(rng.integers(8, 72))
+        trees = n % 8 > 0
+        rows = rows if trees else 8
+        cost.observe(rows, 10e-3 + 0.2e-3 * rows + 4e-3 * trees, trees)
+    assert cost.seconds(8) == pytest.approx(11.6e-3, rel=0.05)
+    assert cost.seconds(40, True) == pytest.approx(22e-3, rel=0.05)
+    both = cost.seconds(np.array([8, 40]), np.array([False, True]))
+    assert both == pytest.approx([cost.seconds(8), cost.seconds(40, True)])
+
+
+def test_now_and_then_a_step_goes_without_nodes():
+    budget = Budget(8)
+    plain = [n for n in range(200) if budget.goes_plain()]
+    assert (
+        plain
+        == [0, 2, 4, 4 + TRY_AGAIN, 4 + 2 * TRY_AGAIN, 4 + 3 * TRY_AGAIN][: len(plain)]
+    )
+    assert len(plain) > 4
+
+
 def a_budget(start, slope, draft, num_nodes=8):
     budget = Budget(num_nodes)
     for n in range(1, 200):
-        budget.observe_step(n % 64 + 1, start + slope * (n % 64 + 1))
+        budget.observe_step(n % 64 + 1, start + slope * (n % 64 + 1), False)
         budget.observe_draft(n % 8 + 1, draft)
     return budget
 
@@ -91,7 +115,10 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     for _ in range(400):  # a source that nobody believes any more
         budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
     tried = [budget.drafts(1) for _ in range(3 * TRY_AGAIN)]
-    assert sum(tried) == 3 and tried[TRY_AGAIN - 1]
+    times = [n for n, drafted in enumerate(tried) if drafted]
+    first = TRY_AGAIN - 1
+    again = first + TRY_AGAIN + 1
+    assert times == [first, first + 1, again, again + 1]
 
 
 def test_many_requests_make_drafting_not_worth_its_rows():

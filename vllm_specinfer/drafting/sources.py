@@ -59,7 +59,7 @@ class SourceSet:
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
         self._least = np.log(tree.min_probability) if best_first else -np.inf
         self._budget = budget
-        self._asks = True
+        self._asks, self._asked = True, False
         self._calibrations = [Calibration() for _ in self.all()]
         # By slot: [Q, N] the chances each source gave to the nodes of its tree.
         self._given: dict[int, np.ndarray] = {}
@@ -88,19 +88,25 @@ class SourceSet:
         if proposals:
             known, _ = merge([p.candidates for p in proposals])
             least = np.maximum(least, known.nth_score(self._num_nodes))
-        asks = self._asks_ssms(least)
+        plain = bool(len(least)) and self._budget is not None
+        plain = plain and self._budget.goes_plain()
+        asked_before, asks = self._asked, not plain and self._asks_ssms(least)
+        self._asked = asks
         if asks:
             started = time.perf_counter()
             numbers = range(len(self.lookups), len(self._calibrations))
             proposals += [self._ask(i, step, least) for i in numbers]
-            if self._budget is not None and step.decodes_only:
+            # Only where the SSMs had nothing else to catch up with.
+            if self._budget is not None and step.decodes_only and asked_before:
                 spent = time.perf_counter() - started
                 self._budget.observe_draft(len(step.growing), spent)
         if not proposals:
             proposals = [Proposal(Candidates.empty(len(least)), [{} for _ in least])]
         union, columns = merge([p.candidates for p in proposals])
         kept = self._least
-        if self._budget is not None and len(least):
+        if plain:
+            kept = np.inf
+        elif self._budget is not None and len(least):
             kept = max(kept, self._budget.least_score(union.scores, asks))
         trees = union.best(self._num_nodes, kept)
         if self._budget is not None:
