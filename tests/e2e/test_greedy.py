@@ -55,7 +55,9 @@ def job(models, config=None, params=None, prompts=None, batched=True, **llm):
         **llm,
     }
     if config is not None:
-        llm["speculative_config"] = {"method": "specinfer", "model": ssm, **config}
+        # All nodes in every step: what the budget admits depends on the machine.
+        common = {"method": "specinfer", "model": ssm, "scheduler": "static"}
+        llm["speculative_config"] = {**common, **config}
     return {
         "llm": llm,
         "prompts": prompts or PROMPTS,
@@ -73,7 +75,9 @@ def check(plain: dict, tree: dict) -> None:
 def test_every_tree_shape_is_token_identical_at_batch_8_and_1(models):
     jobs = [job(models), *(job(models, config) for config in TREES.values())]
     jobs.append(job(models, TREES["wide"], batched=False))
-    plain, *trees = engine.run(jobs)
+    jobs += [job(models, {"scheduler": "auto"}, batched=b) for b in (True, False)]
+    plain, *trees, batch, alone = engine.run(jobs)
+    assert batch["tokens"] == alone["tokens"] == plain["tokens"]
     for name, tree in zip([*TREES, "wide, batch 1"], trees, strict=True):
         print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
         check(plain, tree)

@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *(*flags, "--num-gpu-blocks-override", "50"),
         *("--max-num-batched-tokens", "256", "--enable-chunked-prefill"),
         *("--enable-prefix-caching", "--speculative-config"),
-        json.dumps({"method": "specinfer", "model": str(POOL)}),
+        json.dumps({"method": "specinfer", "model": str(POOL), "scheduler": "static"}),
     ]
     environment = {**os.environ, **engine.ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as file:
