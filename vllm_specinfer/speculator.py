@@ -10,7 +10,6 @@ from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
-from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -119,7 +118,7 @@ class TreeSpeculator(DraftModelSpeculator):
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
-            start_request=self._start_request,
+            start_request=self.sources.start,
             bind_sampler=self._bind_sampler,
             on_verified=self.sources.observe,
             verification=spec.verification_rule,
@@ -164,9 +163,6 @@ class TreeSpeculator(DraftModelSpeculator):
             for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
-
-    def _start_request(self, slot: int, request: NewRequestData) -> None:
-        self.sources.start(slot, request.num_computed_tokens)
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states

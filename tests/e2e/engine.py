@@ -45,7 +45,7 @@ def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
 
 
 def _mutation(name: str | None) -> contextlib.AbstractContextManager:
-    """One wrong rule put into the engine, for tests of the tests."""
+    """One wrong rule or rare event put into the engine."""
     if name is None:
         return contextlib.nullcontext()
     import numpy as np
@@ -54,6 +54,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
     from vllm_specinfer import model_state
     from vllm_specinfer.drafting import children
+    from vllm_specinfer.drafting.sources import SourceSet
     from vllm_specinfer.kernels.cpu import gumbel
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
@@ -116,6 +117,20 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             seen.update(drawn)
         return joined(kept)
 
+    def ssms_sit_out_the_first_request():
+        started = []
+
+        def count(self, slot, request):
+            started.append(slot)
+            start(self, slot, request)
+
+        return mock.patch.multiple(
+            SourceSet,
+            start=count,
+            _asks_ssms=lambda self, least: len(started) > 1 and asks(self, least),
+        )
+
+    start, asks = SourceSet.start, SourceSet._asks_ssms
     joined = sampler.joined
     choose = children.ChildChooser.choose
     output = sampler.TreeSampler._output
@@ -149,6 +164,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "duplicates_across_sources_dropped": lambda: mock.patch.object(
             sampler, "joined", drop_what_another_source_drew
         ),
+        "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "shared_uniforms": lambda: mock.patch.object(
             children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),

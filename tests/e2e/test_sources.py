@@ -76,6 +76,19 @@ def test_every_pool_gives_the_text_of_plain_decoding(models):
     assert min(rates["ngram"], rates["suffix"]) > 1
 
 
+def test_an_ssm_reads_a_cached_prompt_that_it_sat_out(models):
+    def run_alone(prompts):
+        return job(models[:2], {}, prompts=prompts, batched=False)
+
+    silent = run_alone([PROMPTS[-1]] * 2)
+    silent["mutation"] = "ssms_sit_out_the_first_request"
+    once, second = engine.run([run_alone([PROMPTS[-1]]), silent])
+    assert second["tokens"] == once["tokens"] * 2
+    # All drafts are the second request's, whose prompt is in cached blocks.
+    assert second["drafts"] == once["drafts"]
+    assert second["accepted"] == once["accepted"]
+
+
 def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):
     """One SSM as several sources: they agree as often as draws can."""
     target, ssm = distribution.models(tmp_path)

@@ -91,6 +91,18 @@ def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
         assert (whole.depths[len(tree) :] == 1).all()
 
 
+@given(sources, st.integers(1, 9))
+def test_cut_candidates_are_the_tree_that_would_be_kept(trees, num_nodes):
+    whole, _ = a_source(trees[0])
+    cut = whole.cut(num_nodes)
+    kept, wanted = cut.best(12), whole.best(num_nodes)
+    for tree, expected in zip(kept.each(), wanted.each(), strict=True):
+        assert tree.tokens.tolist() == expected.tokens.tolist()
+        assert tree.parents.tolist() == expected.parents.tolist()
+    for r in range(2):  # the columns still are what draws were recorded for
+        assert paths_of(cut, r).items() <= paths_of(whole, r).items()
+
+
 def test_nodes_are_shared_by_path_not_by_token_and_depth():
     one, other = (a_source([tree])[0] for tree in ([(0, 1, 0.9)], [(0, 2, 0.9)]))
     below = Candidates(np.array([[1, 3]]), np.array([[ROOT, 0]]), np.log([[0.9, 0.5]]))

@@ -117,8 +117,8 @@ class TreeGrowth:
         return self._advance(first, new_logprobs, logprobs.shape[1])
 
     def finish(self) -> Candidates:
-        """All that was proposed; an N-node tree's N best are among them."""
-        return self._found
+        """The N best of all that was proposed."""
+        return self._found.cut(self._num_nodes)
 
     def _max_scratch(self) -> int:
         level, total = 1, 0

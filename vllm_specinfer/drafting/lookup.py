@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.options import NgramSource
@@ -43,7 +44,7 @@ class LookupSource:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
 
-    def start(self, slot: int, num_computed_tokens: int) -> None:
+    def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
         self._lookup.start(slot)
 

@@ -1,6 +1,7 @@
 """A neural SSM as a source: catch up, then grow a tree level by level."""
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.growth import TreeGrowth
@@ -31,9 +32,9 @@ class NeuralSource:
         self._tree = tree
         self._num_nodes = num_nodes
 
-    def start(self, slot: int, num_computed_tokens: int) -> None:
-        """Start a request; cached blocks hold the SSM's K/V beside the target's."""
-        self.ssm.num_caught_up[slot] = num_computed_tokens
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot."""
+        self.ssm.start(slot, request)
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Catch up with the whole batch, grow the trees of R requests."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.tree.candidates import Candidates
@@ -52,8 +53,8 @@ class Proposal:
 class Source(Protocol):
     """Proposes trees."""
 
-    def start(self, slot: int, num_computed_tokens: int) -> None:
-        """A request starts in a slot, with so many tokens in cached blocks."""
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot."""
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Propose trees.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
 from vllm_specinfer.drafting.neural import NeuralSource
@@ -68,11 +69,11 @@ class SourceSet:
         """Every source, in the order of their tests."""
         return [*self.lookups, *self.ssms]
 
-    def start(self, slot: int, num_computed_tokens: int) -> None:
-        """A request starts in a slot, with so many tokens in cached blocks."""
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot."""
         self._given.pop(slot, None)
         for source in self.all():
-            source.start(slot, num_computed_tokens)
+            source.start(slot, request)
 
     def propose(
         self, step: DraftStep

@@ -3,8 +3,8 @@
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, F rows
 of one pass, M likeliest tokens of a row, W 64-bit words per bit row.
 
-The SSM's layers live in the target's block table. Its K/V of a request is valid for
-the first `num_caught_up` tokens; a growing tree uses the slots after the last token as
+The SSM's layers live in the target's block table. Its K/V of a request is valid for the
+first `_num_caught_up` tokens; a growing tree uses the slots after the last token as
 scratch, which the next catch-up pass overwrites.
 """
 
@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -24,6 +25,7 @@ from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
+from vllm_specinfer.drafting.written import WrittenBlocks
 
 
 class NeuralSSM:
@@ -44,9 +46,8 @@ class NeuralSSM:
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
         self._layer_names = layer_names
-        self.num_caught_up = np.zeros(
-            vllm_config.scheduler_config.max_num_seqs, np.int64
-        )
+        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._num_caught_up = np.zeros(self._max_num_reqs, np.int64)
 
     def bind(
         self,
@@ -84,7 +85,17 @@ class NeuralSSM:
         self._group_id = used[0]
         self._block_tables = block_tables
         self._block_size = block_tables.block_sizes[used[0]]
+        self._written = WrittenBlocks(
+            kv_cache_config.num_blocks, self._block_size, self._max_num_reqs
+        )
         return attn_groups
+
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
+        cached = request.prefill_token_ids[: request.num_computed_tokens]
+        self._num_caught_up[slot] = self._written.start(
+            slot, request.block_ids[self._group_id], cached
+        )
 
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """[R] scratch slots after the last token that the request owns."""
@@ -114,7 +125,7 @@ class NeuralSSM:
         Returns:
             [R, hidden] hidden states of their last tokens.
         """
-        first = self.num_caught_up[slots]
+        first = self._num_caught_up[slots]
         # Whoever wants a hidden state runs at least its last token.
         first[growing] = np.minimum(first[growing], num_tokens[growing] - 1)
         counts = np.maximum(num_tokens - first, 0)
@@ -131,13 +142,19 @@ class NeuralSSM:
         metadata = self._causal_metadata(
             part, starts, num_tokens[part].astype(np.int32), positions, kv_slots
         )
-        self.num_caught_up[slots] = num_tokens[part]
         hidden = self._run(
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
             metadata,
             kv_slots,
         )
+        self._num_caught_up[slots] = num_tokens[part]
+        table = self._block_tables.block_tables[self._group_id].gpu.numpy()
+        size = self._block_size
+        for i in np.flatnonzero(first // size < num_tokens[part] // size):
+            slot = int(slots[i])
+            known = all_token_ids[slot, : num_tokens[part[i]]]
+            self._written.complete(slot, table[slot], known)
         last = starts[1:] - 1
         return hidden[torch.from_numpy(last[np.searchsorted(part, growing)])]
 
@@ -249,6 +266,7 @@ class NeuralSSM:
         slot_mapping = None
         if kv_slots is not None:
             slot_mapping = dict.fromkeys(self._layer_names, torch.from_numpy(kv_slots))
+            self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
         num_rows = input_ids.shape[0]
         with set_forward_context(
             metadata,

@@ -70,6 +70,15 @@ class Candidates:
             return np.full(len(self.scores), -np.inf, np.float32)
         return -np.partition(-self.scores, n - 1, axis=1)[:, n - 1]
 
+    def cut(self, num_nodes: int) -> "Candidates":
+        """Only the N best of each request; the columns stay what they are."""
+        if self.scores.shape[1] <= num_nodes:
+            return self
+        order = np.argsort(-self.scores, axis=1, kind="stable")
+        scores = self.scores.copy()
+        np.put_along_axis(scores, order[:, num_nodes:], -np.inf, axis=1)
+        return Candidates(self.tokens, self.parents, scores)
+
     def best(self, num_nodes: int, least: float = -np.inf) -> FinishedTrees:
         """The trees of the N best candidates with a score of at least `least`.
 
