@@ -30,7 +30,7 @@ from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.options import SSMSource
-from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
 
@@ -61,9 +61,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self._sampling: SamplingStates | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
         self._tests_draws = self.speculative_config.verification_rule in ("mss", "rrs")
-        self.budget: Budget | None = None
+        self.budget = Budget()
         if self.speculative_config.follows_load:
-            self.budget = Budget(self.num_speculative_steps)
+            self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
         self._finished_at = 0.0
         # The trees of the last batch by request id; the other requests have none.
@@ -112,6 +112,7 @@ class TreeSpeculator(DraftModelSpeculator):
                     ChildChooser(spec.verification_rule, number),
                     source.tree or spec.tree,
                     source.num_speculative_tokens or num_nodes,
+                    self.budget,
                 )
             )
         self.sources = SourceSet(lookups, ssms, spec.tree, num_nodes, self.budget)
@@ -207,7 +208,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             return torch.from_numpy(drafts)
         step = self._step(input_batch, num_sampled.numpy())
-        if self.budget is not None and step.decodes_only:
+        if step.decodes_only:
             seconds = time.perf_counter() - self._finished_at
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs

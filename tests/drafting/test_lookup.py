@@ -29,8 +29,9 @@ def test_ngrams_are_those_of_vllms_own_method(text, least, more, depth):
     assert [parent for parent, _, _ in nodes] == [ROOT, *range(len(nodes) - 1)][
         : len(nodes)
     ]
-    chances = [1.0, *(chance for _, _, chance in nodes)]
-    assert all(0 < b < a for a, b in zip(chances, chances[1:], strict=False))
+    chances = [chance for _, _, chance in nodes]
+    assert all(0 < chance < 1 for chance in chances)
+    assert chances == sorted(chances)  # the longer a match, the surer
 
 
 def longest_match(context, text, most=32):
@@ -49,11 +50,12 @@ def longest_match(context, text, most=32):
 
 
 def paths_of(nodes):
-    """Path and chance of every node."""
-    paths = {ROOT: ()}
-    for i, (parent, token, _) in enumerate(nodes):
+    """Path and chance of the whole path of every node."""
+    paths, chances = {ROOT: ()}, {ROOT: 1.0}
+    for i, (parent, token, chance) in enumerate(nodes):
         paths[i] = (*paths[parent], token)
-    return {paths[i]: nodes[i][2] for i in range(len(nodes))}
+        chances[i] = chances[parent] * chance
+    return {paths[i]: chances[i] for i in range(len(nodes))}
 
 
 @given(texts, st.integers(1, 5))

@@ -8,6 +8,8 @@ import pytest
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain
 from vllm_specinfer.tree.token_tree import ROOT
@@ -20,14 +22,16 @@ class Chain:
 
     def __init__(self, tokens, chance):
         self.tokens, self.chance, self.asked = tokens, chance, []
+        self.calibration, self.work = Calibration(), (0, 0)
 
     def propose(self, step, least):
         self.asked.append(np.exp(least))
         n = len(self.tokens)
+        chance = self.calibration.corrected(np.log(self.chance))
         candidates = Candidates(
             np.array([self.tokens]),
             np.arange(-1, n - 1, dtype=np.int32)[None],
-            np.log(self.chance) * np.arange(1, n + 1, dtype=np.float32)[None],
+            chance * np.arange(1, n + 1, dtype=np.float32)[None],
         )
         draws = {
             node: certain(token)
@@ -37,8 +41,8 @@ class Chain:
 
 
 def propose(lookups, ssms, num_nodes, tree=SHAPE):
-    step = SimpleNamespace(growing=np.array([0]))
-    trees, draws = SourceSet(lookups, ssms, tree, num_nodes).propose(step)
+    step = SimpleNamespace(growing=np.array([0]), decodes_only=True)
+    trees, draws = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(step)
     (tree,) = trees.each()
     return tree, draws[0]
 
@@ -83,25 +87,15 @@ def test_an_expansion_keeps_unlikely_nodes():
     assert sorted(tree.tokens.tolist()) == [1, 2, 3]
 
 
-class Unlimited:
-    """A budget that admits everything."""
+class Learning(Budget):
+    """Admits everything, and learns whom to believe."""
 
-    def goes_plain(self):
-        return False
-
-    def drafts(self, num_reqs):
-        return True
-
-    def least_score(self, scores, drafted):
-        return -np.inf
-
-    def observe_draft(self, num_reqs, seconds):
-        pass
+    learns = True
 
 
 def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
     liar, honest = Chain([1, 2], 0.9), Chain([3, 4], 0.5)
-    sources = SourceSet([], [liar, honest], SHAPE, 2, Unlimited())
+    sources = SourceSet([], [liar, honest], SHAPE, 2, Learning())
     step = SimpleNamespace(
         growing=np.array([0]), slots=np.array([7]), decodes_only=True
     )
@@ -114,6 +108,6 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
         sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3])
     assert kept[0] == [1, 2] and kept[-1] == [3, 4]
     # What the honest source calls one half turned out sure.
-    assert sources._calibrations[1].log_factor > 0
-    assert sources._calibrations[0].log_factor < np.log(0.5)
+    assert honest.calibration.corrected(np.log(0.5)) > np.log(0.75)
+    assert liar.calibration.corrected(np.log(0.9)) < np.log(0.5)
     sources.observe(7, [0])  # no tree stands there any more

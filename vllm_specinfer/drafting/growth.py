@@ -21,6 +21,7 @@ class Frontier:
     Attributes:
         requests: [F] index of the request, ascending.
         tokens: [F] int64.
+        scores: [F] log of the chance of each node's path.
         nodes: [F] the candidate each of them is.
         depth: Depth of all of them; the root's children have depth 1.
         scratch: [F] where the node's K/V goes: slots after the request's last token.
@@ -29,6 +30,7 @@ class Frontier:
 
     requests: np.ndarray
     tokens: np.ndarray
+    scores: np.ndarray
     nodes: np.ndarray
     depth: int
     scratch: np.ndarray
@@ -163,6 +165,7 @@ class TreeGrowth:
         return Frontier(
             requests=np.nonzero(mask)[0],
             tokens=self._found.tokens[rows, self._columns][mask],
+            scores=self._base[mask],
             nodes=self._columns[mask],
             depth=self._depth,
             scratch=where,

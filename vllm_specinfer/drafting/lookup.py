@@ -11,11 +11,13 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.options import NgramSource
+from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain, joined
 from vllm_specinfer.tree.token_tree import ROOT
 
-# One proposed node: parent (`ROOT` or an earlier node), token, chance to be accepted.
+# One proposed node: parent (`ROOT` or an earlier node), token, chance that it is
+# accepted where its parent is.
 LookupNode = tuple[int, int, float]
 
 
@@ -43,6 +45,7 @@ class LookupSource:
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
+        self.calibration = Calibration()
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -63,7 +66,11 @@ class LookupSource:
             n = len(nodes)
             parents, tokens, chances = zip(*nodes, strict=True)
             candidates.parents[r, :n], candidates.tokens[r, :n] = parents, tokens
-            candidates.scores[r, :n] = np.log(chances)
+            own = self.calibration.corrected(np.log(chances))
+            scores = candidates.scores[r]
+            for node, parent in enumerate(parents):
+                above = scores[parent] if parent != ROOT else 0.0
+                scores[node] = above + own[node]
             if step.tests_draws and step.roots.temperatures[r]:
                 draws[r] = {
                     node: joined([certain(t) for p, t, _ in nodes if p == node])
@@ -96,12 +103,11 @@ class Ngrams:
         length, place = self._longest_match(tokens)
         if length < self._source.prompt_lookup_min:
             return []
-        nodes, chance = [], 1.0
         chain = tokens[place : place + self._max_depth].tolist()
-        for depth, token in enumerate(chain):
-            chance *= chance_after(length + depth)
-            nodes.append((depth - 1 if depth else ROOT, token, chance))
-        return nodes
+        return [
+            (depth - 1 if depth else ROOT, token, chance_after(length + depth))
+            for depth, token in enumerate(chain)
+        ]
 
     def _longest_match(self, tokens: np.ndarray) -> tuple[int, int]:
         """The length of the longest match and the first place after one."""

@@ -8,6 +8,8 @@ from vllm_specinfer.drafting.growth import TreeGrowth
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import Tree
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.calibration import Calibration
 
 
 class NeuralSource:
@@ -17,7 +19,12 @@ class NeuralSource:
     """
 
     def __init__(
-        self, ssm: NeuralSSM, chooser: ChildChooser, tree: Tree, num_nodes: int
+        self,
+        ssm: NeuralSSM,
+        chooser: ChildChooser,
+        tree: Tree,
+        num_nodes: int,
+        budget: Budget,
     ) -> None:
         """Make a source of an SSM.
 
@@ -26,11 +33,19 @@ class NeuralSource:
             chooser: Chooses the children of its nodes.
             tree: The shape.
             num_nodes: Most nodes that it may contribute to a tree.
+            budget: Decides how deep trees grow.
         """
         self.ssm = ssm
         self.chooser = chooser
         self._tree = tree
         self._num_nodes = num_nodes
+        self._budget = budget
+        self.calibration = Calibration()
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """Rows of forward passes so far, and passes over levels of trees."""
+        return self.ssm.num_rows, self.ssm.num_levels
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -65,8 +80,10 @@ class NeuralSource:
                 for f, (r, node) in enumerate(nodes):
                     if rows.temperatures[f]:
                         draws[r][node] = children.draws.row(f)
-            frontier = growth.extend(children.scores, children.tokens)
-            if frontier is None:
+            frontier = growth.extend(
+                self.calibration.corrected(children.scores), children.tokens
+            )
+            if frontier is None or not self._budget.level_pays(frontier.scores):
                 return Proposal(growth.finish(), draws)
             hidden = self.ssm.run_level(frontier, slots, num_tokens)
             requests = frontier.requests

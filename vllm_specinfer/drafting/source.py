@@ -10,6 +10,7 @@ import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import DraftRows
+from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import Draws
 
@@ -51,7 +52,13 @@ class Proposal:
 
 
 class Source(Protocol):
-    """Proposes trees."""
+    """Proposes trees.
+
+    Attributes:
+        calibration: What the source's own chances are corrected by.
+    """
+
+    calibration: Calibration
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""

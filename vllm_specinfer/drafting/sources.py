@@ -16,7 +16,6 @@ from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.tree.candidates import Candidates, FinishedTrees, merge
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ROOT
@@ -44,26 +43,24 @@ class SourceSet:
         ssms: Sequence[NeuralSource],
         tree: Tree,
         num_nodes: int,
-        budget: Budget | None = None,
+        budget: Budget,
     ) -> None:
         """Bring sources together.
 
         Args:
-            lookups: Asked in every step.
+            lookups: Asked in every step that is to have nodes.
             ssms: Asked where that pays.
             tree: The shape of the merged trees.
             num_nodes: Most nodes of one (N).
-            budget: Decides what a step spends; None always spends all.
+            budget: Decides what a step spends.
         """
         self.lookups, self.ssms = lookups, ssms
         self._num_nodes = num_nodes
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
         self._least = np.log(tree.min_probability) if best_first else -np.inf
         self._budget = budget
-        self._asks, self._asked = True, False
-        self._calibrations = [Calibration() for _ in self.all()]
-        # By slot: [Q, N] the chances each source gave to the nodes of its tree.
-        self._given: dict[int, np.ndarray] = {}
+        # By slot: [N] parents of its tree and [Q, N] scores each source gave its nodes.
+        self._given: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def all(self) -> list[Source]:
         """Every source, in the order of their tests."""
@@ -84,62 +81,57 @@ class SourceSet:
             The trees, and per request the draws below each node, `ROOT` included, one
             item per source.
         """
-        least = np.full(len(step.growing), self._least)
-        proposals = [self._ask(i, step, least) for i in range(len(self.lookups))]
-        if proposals:
-            known, _ = merge([p.candidates for p in proposals])
-            least = np.maximum(least, known.nth_score(self._num_nodes))
-        plain = bool(len(least)) and self._budget is not None
-        plain = plain and self._budget.goes_plain()
-        asked_before, asks = self._asked, not plain and self._asks_ssms(least)
-        self._asked = asks
-        if asks:
-            started = time.perf_counter()
-            numbers = range(len(self.lookups), len(self._calibrations))
-            proposals += [self._ask(i, step, least) for i in numbers]
-            # Only where the SSMs had nothing else to catch up with.
-            if self._budget is not None and step.decodes_only and asked_before:
-                spent = time.perf_counter() - started
-                self._budget.observe_draft(len(step.growing), spent)
+        num_reqs = len(step.growing)
+        least = np.full(num_reqs, self._least)
+        proposals, asks = [], False
+        if self._budget.grows(num_reqs):
+            proposals = [source.propose(step, least) for source in self.lookups]
+            if proposals:
+                known, _ = merge([p.candidates for p in proposals])
+                least = np.maximum(least, known.nth_score(self._num_nodes))
+            asks = self._asks_ssms(least)
+            if asks:
+                proposals += self._ask_ssms(step, least)
         if not proposals:
-            proposals = [Proposal(Candidates.empty(len(least)), [{} for _ in least])]
+            proposals = [Proposal(Candidates.empty(num_reqs), [{} for _ in least])]
         union, columns = merge([p.candidates for p in proposals])
-        kept = self._least
-        if plain:
-            kept = np.inf
-        elif self._budget is not None and len(least):
-            kept = max(kept, self._budget.least_score(union.scores, asks))
+        kept = max(self._least, self._budget.least_score(union.scores, asks))
         trees = union.best(self._num_nodes, kept)
-        if self._budget is not None:
+        if self._budget.learns:
             self._remember(step, proposals, columns, trees)
         return trees, self._draws(proposals, columns, trees)
 
     def observe(self, slot: int, accepted: list[int]) -> None:
         """Of the slot's last tree these nodes were accepted."""
-        given = self._given.pop(slot, None)
-        if given is not None:
-            for calibration, chances in zip(self._calibrations, given, strict=False):
-                hits = np.count_nonzero(chances[accepted])
-                calibration.observe(float(chances.sum()), hits)
+        if slot not in self._given:
+            return
+        parents, scores = self._given.pop(slot)
+        above = np.where(parents == ROOT, 0.0, scores[:, parents])
+        tested = (parents == ROOT) | np.isin(parents, accepted)
+        for source, own, parent in zip(self.all(), scores, above, strict=False):
+            proposed = np.isfinite(own)
+            i = proposed & tested
+            expected = float(np.exp(own[i] - parent[i]).sum())
+            source.calibration.observe(expected, np.count_nonzero(proposed[accepted]))
 
     def _asks_ssms(self, least: np.ndarray) -> bool:
         """Whether the SSMs take part in this step."""
-        if not self.ssms:
+        if not self.ssms or (len(least) and (least > np.log(SURE)).all()):
             return False
-        if not len(least):  # prompts only: caught up with if drafting pays
-            return self._asks
-        if (least > np.log(SURE)).all():
-            return False
-        self._asks = self._budget is None or self._budget.drafts(len(least))
-        return self._asks
+        return self._budget.drafts(len(least))
 
-    def _ask(self, number: int, step: DraftStep, least: np.ndarray) -> Proposal:
-        """What a source proposes, with scores that can be believed."""
-        source, calibration = self.all()[number], self._calibrations[number]
-        if self._budget is None:
-            return source.propose(step, least)
-        proposal = source.propose(step, least - calibration.log_factor)
-        return Proposal(calibration.applied(proposal.candidates), proposal.draws)
+    def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
+        before, started = self._ssm_work(), time.perf_counter()
+        proposals = [source.propose(step, least) for source in self.ssms]
+        if step.decodes_only:
+            rows, levels = self._ssm_work() - before
+            spent = time.perf_counter() - started
+            self._budget.observe_draft(len(step.growing), rows, levels, spent)
+        return proposals
+
+    def _ssm_work(self) -> np.ndarray:
+        """Rows of all SSMs so far, and their passes over levels."""
+        return np.sum([source.work for source in self.ssms], axis=0)
 
     def _remember(
         self,
@@ -149,19 +141,17 @@ class SourceSet:
         trees: FinishedTrees,
     ) -> None:
         """Keep who gave which chance, to compare with what gets accepted."""
-        given = np.zeros((len(step.growing), len(proposals), self._num_nodes))
+        shape = (len(step.growing), len(proposals), self._num_nodes)
+        given = np.full(shape, -np.inf)
         for q, (proposal, column) in enumerate(zip(proposals, columns, strict=True)):
             scores = proposal.candidates.scores
             rows, found = np.nonzero(np.isfinite(scores))
             places = trees.places[rows, column[rows, found]]
-            rows, found, places = (
-                x[places < self._num_nodes] for x in (rows, found, places)
-            )
-            # What the source said, before it was corrected.
-            raw = scores[rows, found] - self._calibrations[q].log_factor
-            given[rows, q, places] = np.exp(raw)
+            kept = places < self._num_nodes
+            given[rows[kept], q, places[kept]] = scores[rows, found][kept]
         slots = step.slots[step.growing].tolist()
-        self._given.update(zip(slots, given, strict=True))
+        for slot, parents, scores in zip(slots, trees.parents, given, strict=True):
+            self._given[slot] = parents, scores
 
     def _draws(
         self,

@@ -46,6 +46,8 @@ class NeuralSSM:
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
         self._layer_names = layer_names
+        # Rows of all forward passes since the start, and passes over levels of trees.
+        self.num_rows = self.num_levels = 0
         self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._num_caught_up = np.zeros(self._max_num_reqs, np.int64)
 
@@ -171,6 +173,7 @@ class NeuralSSM:
         Returns:
             [F, hidden] hidden states.
         """
+        self.num_levels += 1
         requests = frontier.requests
         counts = np.bincount(requests, minlength=len(slots))
         starts = np.zeros(len(slots) + 1, np.int32)
@@ -268,6 +271,7 @@ class NeuralSSM:
             slot_mapping = dict.fromkeys(self._layer_names, torch.from_numpy(kv_slots))
             self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
         num_rows = input_ids.shape[0]
+        self.num_rows += num_rows
         with set_forward_context(
             metadata,
             self._vllm_config,

@@ -126,19 +126,19 @@ def _tree(
     """The trie of paths, newest first; a node's share is the paths through it."""
     nodes: list[LookupNode] = []
     # The paths that go through a node, from the root down, level by level.
-    level = [(ROOT, trust, paths)]
+    level = [(ROOT, paths)]
     depth = 0
     while level:
         below = []
-        for parent, chance, through in level:
+        for parent, through in level:
             children: dict[int, list[Sequence[int]]] = {}
             for path in through:
                 if depth < len(path) and path[depth] != _TEXT_END:
                     children.setdefault(path[depth], []).append(path)
             for token, own in children.items():
                 share = len(own) / len(through) * chance_after(length + depth)
-                below.append((len(nodes), chance * share, own))
-                nodes.append((parent, token, chance * share))
+                below.append((len(nodes), own))
+                nodes.append((parent, token, share if depth else trust * share))
         level = below
         depth += 1
     return nodes

@@ -2,34 +2,34 @@
 
 import numpy as np
 
-from vllm_specinfer.tree.candidates import Candidates
-
-FORGETTING = 0.98
-# So many nodes, expected and accepted, are taken for granted at the start.
-PRIOR_NODES = 4.0
-_NEARLY_SURE = np.log(0.999)
+# Steps of the correction: large at the start, then as small as this.
+_LEAST_RATE, _FIRST_STEPS = 0.03, 10
+_MOST_TRUST, _LEAST_TRUST = -1.5, 8.0
 
 
 class Calibration:
-    """Nodes accepted over nodes expected, of one source, by recent steps."""
+    """Corrects the chance that a node is accepted where its parent was.
+
+    A source that promises too much has its chances multiplied by exp(-distrust). One
+    that promises too little, as SSMs do to greedy requests, has them raised to the
+    power exp(distrust), distrust being negative: what is sure stays sure. The distrust
+    is what makes recently expected and accepted nodes equal.
+    """
 
     def __init__(self) -> None:
-        self._expected = self._accepted = PRIOR_NODES
+        self.distrust = 0.0
+        self._num_steps = 0
 
-    @property
-    def log_factor(self) -> float:
-        """Log of what a chance is to be multiplied by; never -inf."""
-        return float(np.log(max(self._accepted, 1e-3) / self._expected))
+    def corrected(self, logs: np.ndarray) -> np.ndarray:
+        """Logs of what remains of a source's own chances, given as logs."""
+        if self.distrust < 0:
+            return logs * np.exp(self.distrust)
+        return logs - self.distrust
 
     def observe(self, expected: float, accepted: int) -> None:
-        """Verified nodes with these chances in all, and how many were accepted."""
+        """Tested nodes with these corrected chances in all, and how many were right."""
         if expected:
-            self._expected = FORGETTING * self._expected + expected
-            self._accepted = FORGETTING * self._accepted + accepted
-
-    def applied(self, candidates: Candidates) -> Candidates:
-        """The candidates with corrected scores."""
-        scores = np.minimum(candidates.scores + self.log_factor, _NEARLY_SURE)
-        return Candidates(
-            candidates.tokens, candidates.parents, scores.astype(np.float32)
-        )
+            rate = max(_LEAST_RATE, 2 / (_FIRST_STEPS + self._num_steps))
+            self._num_steps += 1
+            distrust = self.distrust + rate * (expected - accepted)
+            self.distrust = min(max(distrust, _MOST_TRUST), _LEAST_TRUST)

@@ -1,0 +1,61 @@
+"""What is learned from timings: seconds per step, row and pass."""
+
+import numpy as np
+import pytest
+
+from vllm_specinfer.scheduling.cost import CostLine
+
+
+def measured(start, slope, rows, noise=0.0, seed=0):
+    """A cost that has seen steps of these rows."""
+    rng = np.random.default_rng(seed)
+    cost = CostLine()
+    for n in rows:
+        cost.observe(n, (start + slope * n) * (1 + noise * rng.standard_normal()))
+    return cost
+
+
+def test_a_line_is_found_through_noise():
+    rows = np.random.default_rng(1).integers(1, 80, 300)
+    cost = measured(10e-3, 0.4e-3, rows, noise=0.1)
+    for n in (1, 9, 40, 80):
+        assert cost.seconds(n) == pytest.approx(10e-3 + 0.4e-3 * n, rel=0.1)
+
+
+def test_steps_of_one_size_leave_the_slope_to_the_prior():
+    cost = measured(10e-3, 0.4e-3, [9] * 100)
+    assert cost.seconds(9) == pytest.approx(13.6e-3, rel=0.01)
+    assert 1.1 < cost.seconds(9) / cost.seconds(1) < 1.6
+
+
+def test_a_pause_is_forgotten_and_a_slower_machine_is_believed():
+    cost = measured(10e-3, 0.4e-3, [9] * 50)
+    cost.observe(9, 2.0)
+    assert cost.seconds(9) == pytest.approx(13.6e-3, rel=0.01)
+    for _ in range(20):
+        cost.observe(9, 0.1)
+    assert cost.seconds(9) == pytest.approx(0.1, rel=0.05)
+
+
+def test_cost_follows_a_drift():
+    cost = measured(10e-3, 0.4e-3, [9, 17] * 50)
+    for _ in range(300):
+        cost.observe(9, 2 * 13.6e-3)
+        cost.observe(17, 2 * 16.8e-3)
+    assert cost.seconds(17) == pytest.approx(33.6e-3, rel=0.02)
+
+
+def test_walking_trees_is_told_from_the_rows():
+    cost = CostLine()
+    rng = np.random.default_rng(2)
+    for n in range(200):
+        rows = int(rng.integers(8, 72))
+        trees = n % 8 > 0
+        rows = rows if trees else 8
+        cost.observe(rows, 10e-3 + 0.2e-3 * rows + 4e-3 * trees, trees)
+    assert cost.seconds(8) == pytest.approx(11.6e-3, rel=0.05)
+    assert cost.seconds(40, True) == pytest.approx(22e-3, rel=0.05)
+    both = cost.seconds(np.array([8, 40]), np.array([False, True]))
+    assert both == pytest.approx([cost.seconds(8), cost.seconds(40, True)])
+    assert cost.marginal(5) == pytest.approx(1e-3, rel=0.1)
+    assert cost.marginal(5, 1) == pytest.approx(5e-3, rel=0.1)
