@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines import forget
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -68,6 +70,8 @@ def main() -> None:
     print("| batch | plain tokens/s | specinfer tokens/s | ratio | range |")
     print("|---|---|---|---|---|", flush=True)
     for batch in args.batches:
+        for llm in engines.values():
+            forget(llm)
         rates: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(args.rounds + 1):
             first = number * batch

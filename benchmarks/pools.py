@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines import forget
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -96,6 +98,8 @@ def main() -> None:
 
     def compare(prompts: list[list[int]], temperature: float) -> None:
         """Print one table."""
+        for llm in engines.values():
+            forget(llm)
         params = [
             SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=i)
             for i in range(len(prompts))

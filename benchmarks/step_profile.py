@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines import forget, runner_of
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -96,10 +98,10 @@ def main() -> None:
     )
     for llm in (plain, tree):
         llm.generate({"prompt_token_ids": prompts[0]}, params, use_tqdm=False)
+        forget(llm)
 
     times: dict[str, list[float]] = collections.defaultdict(list)
-    core = tree.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(tree)
     speculator = runner.speculator
     source = speculator.sources.ssms[0]
     for holder, name, label in (

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engines import forget
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -78,6 +80,7 @@ def main() -> None:
             return {name: found.get(prefix + name, 0) for name in names}
 
         for temperature in args.temperatures:
+            forget(llm)
             params = [
                 SamplingParams(
                     temperature=temperature,

@@ -109,6 +109,11 @@ def test_past_texts_are_found_until_they_are_dropped():
         lookup.find(0, tokens_of(range(100 + 30 * i, 130 + 30 * i)))
         lookup.start(0)
     assert not lookup.find(8, context)
+    lookup.find(0, tokens_of([5, 6, 7, 8]))
+    lookup.start(0)
+    assert lookup.find(0, context)
+    lookup.forget()
+    assert not lookup.find(0, context)
 
 
 def test_texts_do_not_run_into_each_other():

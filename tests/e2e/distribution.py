@@ -23,7 +23,11 @@ VOCAB, LENGTH = 6, 3
 PROMPT = [2, 5, 1, 0, 3]
 RULES = ("mss", "rrs", "coupled", "naive")
 # Small enough that drawn children are left out of the verified tree.
-CONFIG = {"tree": {"max_depth": 3, "max_width": 3}, "num_speculative_tokens": 4}
+CONFIG = {
+    "tree": {"max_depth": 3, "max_width": 3},
+    "num_speculative_tokens": 4,
+    "scheduler": "static",
+}
 
 
 def models(folder: Path) -> tuple[str, str]:
@@ -49,8 +53,9 @@ def job(
     draws: int,
     temperature: float = 1.0,
     mutation: str | None = None,
+    sources: int = 1,
 ) -> dict:
-    """One engine job for `engine.run`."""
+    """One engine job for `engine.run`; the SSM may be several sources that agree."""
     sampling = {"temperature": temperature, "max_tokens": LENGTH, "ignore_eos": True}
     target, ssm = pair
     return {
@@ -63,7 +68,7 @@ def job(
             "enforce_eager": True,
             "speculative_config": {
                 "method": "specinfer",
-                "model": ssm,
+                "ssms": [ssm] * sources,
                 "verification": rule,
                 **CONFIG,
             },
@@ -95,15 +100,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200_000)
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
+    parser.add_argument("--sources", type=int, default=1, help="copies of the SSM")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5])
     args = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         pair = models(Path(folder))
         for rule, temperature in itertools.product(args.rules, args.temperatures):
-            (result,) = engine.run(
-                [job(pair, rule, args.draws, temperature)], timeout=7200
-            )
+            wanted = job(pair, rule, args.draws, temperature, sources=args.sources)
+            (result,) = engine.run([wanted], timeout=7200)
             p = p_value(result, joint(pair[0], temperature))
             rate = 1 + result["accepted"] / result["drafts"]
             print(

@@ -96,7 +96,6 @@ def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):
     def job(rule, *sources, mutation=None):
         job = distribution.job((target, ssm), rule, 8_000, mutation=mutation)
         job["llm"]["speculative_config"] |= {
-            "model": None,
             "ssms": sources,
             "tree": [1, 1],
             "num_speculative_tokens": 3,

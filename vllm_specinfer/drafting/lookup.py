@@ -36,6 +36,9 @@ class Lookup(Protocol):
     def start(self, slot: int) -> None:
         """A request starts in a slot."""
 
+    def forget(self) -> None:
+        """Forget all texts."""
+
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """What may follow a request's tokens [n] int32; parents before children."""
 
@@ -50,6 +53,10 @@ class LookupSource:
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
         self._lookup.start(slot)
+
+    def forget(self) -> None:
+        """Forget all texts."""
+        self._lookup.forget()
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Look up what may follow the R requests."""
@@ -96,6 +103,9 @@ class Ngrams:
         self._source, self._max_depth = source, max_depth
 
     def start(self, slot: int) -> None:
+        """Nothing is kept between steps."""
+
+    def forget(self) -> None:
         """Nothing is kept between steps."""
 
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:

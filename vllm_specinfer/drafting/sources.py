@@ -72,6 +72,11 @@ class SourceSet:
         for source in self.all():
             source.start(slot, request)
 
+    def forget(self) -> None:
+        """Forget the texts of finished requests."""
+        for lookup in self.lookups:
+            lookup.forget()
+
     def propose(
         self, step: DraftStep
     ) -> tuple[FinishedTrees, list[dict[int, list[Draws]]]]:

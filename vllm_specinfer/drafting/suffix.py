@@ -86,6 +86,11 @@ class Suffixes:
         self._max_depth = max_depth
         self._generation_size = max(1, source.max_tokens // 2)
         self._own = [TextIndex(MIN_OWN) for _ in range(max_num_reqs)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all texts; those of running requests are read again."""
+        self._own = [TextIndex(MIN_OWN) for _ in self._own]
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
 
