@@ -24,7 +24,13 @@ def top(logprobs, k):
     return logprobs[order], order
 
 
-def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
+def everything(scores):
+    return np.ones(len(scores), bool)
+
+
+def grow(
+    tree, num_nodes, seeds=(0,), capacity=None, max_depth=None, expands=everything
+):
     """Run the level loop; returns the trees and the frontiers as lists of paths."""
     r = len(seeds)
     least = getattr(tree, "min_probability", 0)
@@ -35,6 +41,7 @@ def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None):
         np.full(r, 1000) if capacity is None else capacity,
         np.full(r, 1000) if max_depth is None else max_depth,
         np.full(r, least),
+        expands,
     )
     paths = [[] for _ in seeds]
     requests = list(range(r))
@@ -156,3 +163,19 @@ def test_nodes_below_the_least_probability_are_neither_kept_nor_expanded(seed):
     assert set(tree.tokens[len(wanted) :].tolist()) == {NO_TOKEN}
     expanded = [path for level in levels for _, path in level]
     assert all(np.exp(logprob_of(p, seed)) >= 0.05 for p in expanded)
+
+
+def test_only_nodes_worth_it_are_expanded_and_they_keep_their_scratch_dense():
+    seeds = (3, 1, 4)
+
+    def likely(scores):
+        return scores >= np.log(0.15)
+
+    trees, levels = grow(BestFirstTree(4, 4, 0), 12, seeds, expands=likely)
+    expanded = [(q, path) for level in levels for q, path in level]
+    chances = [np.exp(logprob_of(path, seeds[q])) for q, path in expanded]
+    assert expanded and min(chances) >= 0.15
+    # What is not expanded may still be in the tree.
+    for tree in trees:
+        tree.check_integrity()
+        assert (tree.tokens != NO_TOKEN).sum() == 12 or len(set(tree.depths)) < 4

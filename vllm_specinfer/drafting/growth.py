@@ -5,6 +5,7 @@ level over all requests, K children proposed per frontier node, N nodes of a tre
 W 64-bit words per bit row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,6 @@ class Frontier:
     Attributes:
         requests: [F] index of the request, ascending.
         tokens: [F] int64.
-        scores: [F] log of the chance of each node's path.
         nodes: [F] the candidate each of them is.
         depth: Depth of all of them; the root's children have depth 1.
         scratch: [F] where the node's K/V goes: slots after the request's last token.
@@ -30,7 +30,6 @@ class Frontier:
 
     requests: np.ndarray
     tokens: np.ndarray
-    scores: np.ndarray
     nodes: np.ndarray
     depth: int
     scratch: np.ndarray
@@ -53,6 +52,7 @@ class TreeGrowth:
         capacity: np.ndarray,
         max_depth: np.ndarray,
         least: np.ndarray,
+        expands: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         """Start R empty trees.
 
@@ -63,6 +63,7 @@ class TreeGrowth:
             max_depth: [R] deepest node whose K/V may be written.
             least: [R] log of the probability below which a best-first tree does not
                 expand a node.
+            expands: Which of a level's nodes, by their scores [F], are worth it.
         """
         num_reqs = len(capacity)
         self._best_first = isinstance(tree, BestFirstTree)
@@ -71,6 +72,7 @@ class TreeGrowth:
         self._num_nodes = num_nodes
         self._capacity = capacity
         self._max_depth = max_depth
+        self._expands = expands
         self._depth = 0
         self._found = Candidates.empty(num_reqs)
         self._words = num_words(self._max_scratch())
@@ -146,6 +148,7 @@ class TreeGrowth:
         else:
             chosen = np.broadcast_to(np.arange(num_new), (num_reqs, num_new))
         mask = live[rows, chosen] & (self._depth <= self._max_depth)[:, None]
+        mask[mask] = self._expands(new_logprobs[rows, chosen][mask])
         scratch = self._used[:, None] + np.cumsum(mask, axis=1) - 1
         mask &= scratch < self._capacity[:, None]
         if not mask.any():
@@ -165,7 +168,6 @@ class TreeGrowth:
         return Frontier(
             requests=np.nonzero(mask)[0],
             tokens=self._found.tokens[rows, self._columns][mask],
-            scores=self._base[mask],
             nodes=self._columns[mask],
             depth=self._depth,
             scratch=where,

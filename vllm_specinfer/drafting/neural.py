@@ -33,7 +33,7 @@ class NeuralSource:
             chooser: Chooses the children of its nodes.
             tree: The shape.
             num_nodes: Most nodes that it may contribute to a tree.
-            budget: Decides how deep trees grow.
+            budget: Decides which nodes are expanded.
         """
         self.ssm = ssm
         self.chooser = chooser
@@ -63,6 +63,7 @@ class NeuralSource:
             capacity=self.ssm.capacity(slots, num_tokens),
             max_depth=self.ssm.max_model_len - num_tokens,
             least=least,
+            expands=self._budget.expands,
         )
         draws: DrawsByNode = [{} for _ in slots]
         if not len(slots):
@@ -83,7 +84,7 @@ class NeuralSource:
             frontier = growth.extend(
                 self.calibration.corrected(children.scores), children.tokens
             )
-            if frontier is None or not self._budget.level_pays(frontier.scores):
+            if frontier is None:
                 return Proposal(growth.finish(), draws)
             hidden = self.ssm.run_level(frontier, slots, num_tokens)
             requests = frontier.requests

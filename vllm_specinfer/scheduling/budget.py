@@ -11,7 +11,11 @@ import numpy as np
 
 from vllm_specinfer.scheduling.cost import CostLine
 
-FORGETTING, RATE_WEIGHT = 0.98, 0.1
+# So many requests' trees are remembered by averages, and so many steps by the rate.
+MEMORY_REQS, RATE_MEMORY = 50, 10
+# Costs and chances are estimates, and what looks best was overestimated the most: nodes
+# must pay even if only so much of what they promise comes true.
+CAUTION = 0.9
 # While drafting does not pay, every so many steps it is tried again; while it does, so
 # often a step goes without, to know what that costs. So do the first steps of all.
 TRY_AGAIN, FIRST_PLAIN_STEPS = 64, 3
@@ -33,9 +37,9 @@ class Budget:
         """Whether asking the SSMs for R requests pays; none while in prompts."""
         return True
 
-    def level_pays(self, scores: np.ndarray) -> bool:
-        """Whether one more level does, below nodes with these log chances."""
-        return True
+    def expands(self, scores: np.ndarray) -> np.ndarray:
+        """[F] which nodes of a level are to be expanded, by their log chances [F]."""
+        return np.ones(len(scores), bool)
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score below which nodes cost more than they bring.
@@ -99,7 +103,7 @@ class LoadBudget(Budget):
         rows = num_reqs * np.arange(2, self._num_nodes + 2)
         seconds = self._step.seconds(rows, 1.0)
         seconds = seconds + self._draft.seconds(num_reqs * draft_rows, levels)
-        rate = ((1 + np.cumsum(self._profile)) / seconds).max()
+        rate = ((1 + CAUTION * np.cumsum(self._profile)) / seconds).max()
         self._idle_steps += 1
         if rate >= 1 / self._step.seconds(num_reqs):
             self._idle_steps = 0
@@ -109,14 +113,15 @@ class LoadBudget(Budget):
             self._idle_steps = 0
         return self._idle_steps in (0, TRY_AGAIN)
 
-    def level_pays(self, scores: np.ndarray) -> bool:
-        """Whether the best child of each node brings more than its pass and row."""
+    def expands(self, scores: np.ndarray) -> np.ndarray:
+        """Nodes whose best child brings more than its rows; none if not their pass."""
         if self._profile is None or not self._draft.known:
-            return True
+            return super().expands(scores)
         rate = self._tokens_per_second
-        per_node = self._profile[0] - self._step.marginal(1) * rate
-        gained = np.exp(scores).sum() * per_node
-        return bool(gained >= self._draft.marginal(len(scores), 1) * rate)
+        child = CAUTION * self._profile[0] - self._step.marginal(1) * rate
+        gained = np.exp(scores) * child - self._draft.marginal(1) * rate
+        pays = gained > 0
+        return pays & (gained[pays].sum() > self._draft.marginal(0, 1) * rate)
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score of the last node that raises the expected tokens per second."""
@@ -129,11 +134,11 @@ class LoadBudget(Budget):
             mean[: best.shape[1]] = np.exp(best).mean(axis=0)
             if self._profile is None:
                 self._profile = mean
-            self._profile = FORGETTING * self._profile + (1 - FORGETTING) * mean
+            self._profile += _weight(num_reqs) * (mean - self._profile)
         if not self._step.known:
             return -np.inf
         best = -np.sort(-best[np.isfinite(best)])
-        gained = np.concatenate([[0], np.cumsum(np.exp(best))])
+        gained = CAUTION * np.concatenate([[0], np.cumsum(np.exp(best))])
         nodes = np.arange(len(gained))
         rates = (num_reqs + gained) / self._step.seconds(num_reqs + nodes, nodes > 0)
         worth = int(rates.argmax())
@@ -148,7 +153,7 @@ class LoadBudget(Budget):
         """Average what recent steps brought per second, their drafting included."""
         if not self._tokens_per_second:
             self._tokens_per_second = rate
-        self._tokens_per_second += RATE_WEIGHT * (rate - self._tokens_per_second)
+        self._tokens_per_second += (rate - self._tokens_per_second) / RATE_MEMORY
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
@@ -163,5 +168,10 @@ class LoadBudget(Budget):
         size = np.array([rows / num_reqs, levels])
         if not self._draft.known:
             self._draft_size = size
-        self._draft_size = FORGETTING * self._draft_size + (1 - FORGETTING) * size
+        self._draft_size += _weight(num_reqs) * (size - self._draft_size)
         self._draft.observe(rows, seconds, levels)
+
+
+def _weight(num_reqs: int) -> float:
+    """Of a step's average over R requests, in a running average over requests."""
+    return num_reqs / (num_reqs + MEMORY_REQS)
