@@ -13,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vllm-specinfer")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_tune(commands)
+    _add_check(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -76,6 +77,24 @@ def _tune(args: argparse.Namespace) -> int:
         f'\'{{"method": "specinfer", "model": "{args.out}"}}\''
     )
     return 0
+
+
+def _add_check(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "check",
+        help="say what is installed and whether it works",
+        description="Say what is installed and whether it works; exit code 0 if so.",
+    )
+    parser.add_argument(
+        "--no-run", action="store_true", help="do not start an engine to try it"
+    )
+    parser.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from vllm_specinfer.checkup import check
+
+    return check(runs=not args.no_run)
 
 
 if __name__ == "__main__":

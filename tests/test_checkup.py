@@ -1,0 +1,35 @@
+"""``vllm-specinfer check`` says what works, and what does not and why."""
+
+import os
+import subprocess
+import sys
+
+
+def check(*args, **env):
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_specinfer.cli", "check", *args],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_an_installation_that_works_is_said_to_work():
+    code, lines = check()
+    assert code == 0, lines
+    assert lines[-1] == "specinfer works here"
+    assert "ok    5 tokens with a tiny model, equal to plain decoding" in lines
+    assert not [line for line in lines if line.startswith("FAIL")]
+
+
+def test_what_stands_against_it_is_said_last(tmp_path):
+    code, lines = check("--no-run", VLLM_PLUGINS="other")
+    assert (code, lines[-1]) == (
+        1,
+        "FAIL  VLLM_PLUGINS must name specinfer; got 'other'",
+    )
+    code, lines = check("--no-run", VLLM_SPECINFER_DISABLE="1")
+    assert code == 1 and "VLLM_SPECINFER_DISABLE must be 0" in lines[-1]
+    code, lines = check("--no-run", CXX="false", VLLM_CACHE_ROOT=str(tmp_path))
+    assert code == 1 and "kernels do not build" in lines[-1]

