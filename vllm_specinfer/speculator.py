@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, replace
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -30,9 +32,15 @@ from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.options import SSMSource
+from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
+
+logger = init_logger(__name__)
+
+# What the budget has learned is saved every so many steps.
+SAVE_STEPS = 500
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -66,6 +74,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
         self._finished_at = 0.0
+        self._num_steps = 0
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
 
@@ -116,6 +125,8 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             )
         self.sources = SourceSet(lookups, ssms, spec.tree, num_nodes, self.budget)
+        if self.budget.learns:
+            self._recall()
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
@@ -130,6 +141,27 @@ class TreeSpeculator(DraftModelSpeculator):
         state.__name__ = TreeModelState.__name__
         target_model.get_model_state_cls = lambda: state
         return nn.ModuleList(source.ssm.model for source in self.sources.ssms)
+
+    def _recall(self) -> None:
+        """Start from what an engine like this one has learned."""
+        config = self.vllm_config
+        self._memory = memory.file_of(
+            *(vllm.__version__, torch.get_num_threads(), config.model_config.model),
+            *(config.model_config.dtype, config.model_config.enforce_eager),
+            *(config.cache_config.cache_dtype, repr(self.speculative_config)),
+        )
+        learned = memory.load(self._memory)
+        if learned is not None:
+            try:
+                self.sources.recall(learned)
+            except (KeyError, TypeError, ValueError) as error:
+                logger.warning("%s is not used: %s", self._memory, error)
+
+    def _remember(self) -> None:
+        """Now and then, keep what the budget has learned for later engines."""
+        self._num_steps += 1
+        if self._num_steps % SAVE_STEPS == 0:
+            memory.save(self._memory, self.sources.learned())
 
     def _load_ssm(self, model_config: ModelConfig, name: str) -> NeuralSSM:
         vllm_config = replace(
@@ -213,6 +245,8 @@ class TreeSpeculator(DraftModelSpeculator):
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs
             self.budget.observe_step(num_rows, seconds, trees)
+            if self.budget.learns:
+                self._remember()
         self._trees.drop(step.slots)
         trees, draws = self.sources.propose(step)
         drafts[step.growing] = trees.tokens

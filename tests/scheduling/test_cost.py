@@ -59,3 +59,14 @@ def test_walking_trees_is_told_from_the_rows():
     assert both == pytest.approx([cost.seconds(8), cost.seconds(40, True)])
     assert cost.marginal(5) == pytest.approx(1e-3, rel=0.1)
     assert cost.marginal(5, 1) == pytest.approx(5e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_a_feature_that_costs_nothing_does_not_lift_the_line(trees):
+    rng = np.random.default_rng(3)
+    cost = CostLine()
+    for _ in range(300):
+        rows = int(rng.integers(8, 72))
+        cost.observe(rows, 0.4e-3 * rows * (1 + 0.1 * rng.standard_normal()), trees)
+    for rows in (8, 40, 70):
+        assert cost.seconds(rows, trees) == pytest.approx(0.4e-3 * rows, rel=0.1)

@@ -6,6 +6,7 @@ candidates per request.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
@@ -118,6 +119,21 @@ class SourceSet:
             i = proposed & tested
             expected = float(np.exp(own[i] - parent[i]).sum())
             source.calibration.observe(expected, np.count_nonzero(proposed[accepted]))
+
+    def learned(self) -> dict[str, Any]:
+        """What `recall` takes, as JSON has it."""
+        distrust = [float(source.calibration.distrust) for source in self.all()]
+        return {"budget": self._budget.learned(), "distrust": distrust}
+
+    def recall(self, learned: dict[str, Any]) -> None:
+        """Start from what another engine with these sources has learned.
+
+        Raises:
+            KeyError, TypeError, ValueError: This is not what `learned` returns.
+        """
+        self._budget.recall(learned["budget"])
+        for source, distrust in zip(self.all(), learned["distrust"], strict=True):
+            source.calibration.distrust = float(distrust)
 
     def _asks_ssms(self, least: np.ndarray) -> bool:
         """Whether the SSMs take part in this step."""

@@ -7,6 +7,8 @@ timings (`cost.py`), the chances come from the sources (`calibration.py`).
 Dimension legend: R requests of a step, C candidates per request, N nodes per request.
 """
 
+from typing import Any
+
 import numpy as np
 
 from vllm_specinfer.scheduling.cost import CostLine
@@ -57,6 +59,13 @@ class Budget:
         self, num_reqs: int, rows: int, levels: int, seconds: float
     ) -> None:
         """The SSMs took so long for R requests and so many rows and levels."""
+
+    def learned(self) -> dict[str, Any]:
+        """What `recall` takes, as JSON has it."""
+        return {}
+
+    def recall(self, learned: dict[str, Any]) -> None:
+        """Start from what another engine has learned; raises ValueError, KeyError."""
 
 
 class LoadBudget(Budget):
@@ -170,6 +179,28 @@ class LoadBudget(Budget):
             self._draft_size = size
         self._draft_size += _weight(num_reqs) * (size - self._draft_size)
         self._draft.observe(rows, seconds, levels)
+
+    def learned(self) -> dict[str, Any]:
+        """Costs and averages."""
+        profile = None if self._profile is None else self._profile.tolist()
+        return {
+            "step": self._step.learned(),
+            "draft": self._draft.learned(),
+            "profile": profile,
+            "draft_size": self._draft_size.tolist(),
+        }
+
+    def recall(self, learned: dict[str, Any]) -> None:
+        """Start from another engine's costs and averages, without plain first steps."""
+        profile, size = learned["profile"], np.array(learned["draft_size"])
+        if profile is None:
+            return
+        if len(profile) != self._num_nodes or size.shape != (2,):
+            raise ValueError(f"learned must be of {self._num_nodes} nodes")
+        self._step.recall(learned["step"])
+        self._draft.recall(learned["draft"])
+        self._profile, self._draft_size = np.array(profile), size
+        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, TRY_AGAIN
 
 
 def _weight(num_reqs: int) -> float:

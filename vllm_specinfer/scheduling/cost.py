@@ -7,6 +7,8 @@ import numpy as np
 PRIOR_ROWS = 25.0
 PRIOR_WEIGHT = 0.1
 FORGETTING = 0.98
+# What another engine has learned counts as so many timings.
+RECALLED_STEPS = 10.0
 # A timing that far above the line was a pause, unless it repeats.
 PAUSE, MAX_PAUSES = 4.0, 5
 
@@ -56,6 +58,24 @@ class CostLine:
         _, slope, more = self._coefficients()
         return float(slope * rows + more * extra)
 
+    def learned(self) -> dict[str, list]:
+        """What `recall` takes, as JSON has it."""
+        return {"products": self._products.tolist(), "values": self._values.tolist()}
+
+    def recall(self, learned: dict[str, list]) -> None:
+        """Start from what another engine has learned, with little weight.
+
+        Raises:
+            ValueError: This is not what `learned` returns.
+        """
+        products, values = np.array(learned["products"]), np.array(learned["values"])
+        if products.shape != (3, 3) or values.shape != (3,):
+            raise ValueError(f"learned must hold [3, 3] and [3]; got {learned}")
+        if products[0, 0] > 0:
+            weight = min(1.0, RECALLED_STEPS / products[0, 0])
+            self._products, self._values = weight * products, weight * values
+            self._solved = None
+
     def _coefficients(self) -> np.ndarray:
         """[3] of the features, none negative; 0 while nothing is known."""
         if not self.known:
@@ -69,5 +89,17 @@ class CostLine:
                 products += PRIOR_WEIGHT * np.outer(features, features)
                 values += PRIOR_WEIGHT * features * prior * (at + PRIOR_ROWS)
             products[2, 2] += PRIOR_WEIGHT  # the extra costs nothing by itself
-            self._solved = np.maximum(np.linalg.solve(products, values), 0.0)
+            self._solved = _non_negative(products, values)
         return self._solved
+
+
+def _non_negative(products: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares from normal equations; features that would be negative are 0."""
+    solution, used = np.zeros(len(values)), np.arange(len(values))
+    while len(used):
+        found = np.linalg.solve(products[np.ix_(used, used)], values[used])
+        if (found >= 0).all():
+            solution[used] = found
+            break
+        used = np.delete(used, found.argmin())
+    return solution

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+from vllm_specinfer.cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 _NAME = "specinfer_cpu"
@@ -59,10 +61,7 @@ def _library() -> Path:
     for source in sorted(_SOURCES.glob("*.cpp")):
         key.update(source.read_bytes())
     key.update(repr((_FLAGS, torch.__version__, sys.version, _cpu())).encode())
-    root = os.environ.get("VLLM_CACHE_ROOT") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm"
-    )
-    return Path(root, "specinfer", f"{_NAME}-{key.hexdigest()[:16]}.so")
+    return cache_folder() / f"{_NAME}-{key.hexdigest()[:16]}.so"
 
 
 def _cpu() -> str:

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# R2: how many SSMs pay? Makes the pools (about three hours on two cores; what is there
+# already is kept), then compares them on held-out prompts with 8 nodes each.
+#
+#     bash benchmarks/r2.sh [FOLDER] [PROMPTS_OF_EACH_SET]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-runs/r2} prompts=${2:-20}
+python=.venv/bin/python
+ssm=examples/pools/smollm2-135m/ssm0
+export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1
+mkdir -p "$out"
+
+# The training prompts of the shipped SSM, its held-out ones first.
+if [ ! -e "$out/data/labels.bin" ]; then
+    $python examples/ssm_data.py generate --out "$out/data" --prompts 6144
+    $python examples/ssm_data.py label --out "$out/data"
+fi
+# Two more SSMs, boost-tuned beside the shipped one.
+if [ ! -e "$out/pool/manifest.json" ]; then
+    target=$($python -c 'from vllm_specinfer import assets; print(assets.smollm2())')
+    $python -m vllm_specinfer.cli tune --out "$out/pool" --target "$target" \
+        --prompts "$out/data/samples.jsonl" --base $ssm --keep-base --num-ssms 3 \
+        --max-tokens 160 --compare-length 4 --epochs 1 --learning-rate 5e-4 \
+        --validation 0.0104
+fi
+# One SSM with the weights of two, trained as long as two.
+if [ ! -e "$out/large/config.json" ]; then
+    $python examples/distill_ssm.py train --data "$out/data" --out "$out/large" \
+        --hidden 384 --intermediate 1024 --layers 3 --minutes 72
+fi
+# The shipped SSM with all 49152 rows of its head.
+if [ ! -e "$out/whole-head" ]; then
+    cp -r $ssm "$out/whole-head"
+    rm "$out/whole-head/draft_vocab.json"
+fi
+
+compare() {
+    $python benchmarks/pools.py --data mtbench humaneval --temperatures 0 0.7 \
+        --prompts "$prompts" "$@"
+}
+second=$out/pool/ssm1 third=$out/pool/ssm2
+compare \
+    --pool "1 SSM={\"model\": \"$ssm\"}" \
+    --pool "1 SSM, whole head={\"model\": \"$out/whole-head\"}" \
+    --pool "1 SSM, wider={\"model\": \"$ssm\", \"tree\": {\"max_width\": 8}}" \
+    --pool "1 SSM as large as 2={\"model\": \"$out/large\"}" \
+    --pool "2 SSMs={\"ssms\": [\"$ssm\", \"$second\"]}" \
+    --pool "3 SSMs={\"ssms\": [\"$ssm\", \"$second\", \"$third\"]}"
+compare \
+    --pool 'ngram={"model": "ngram"}' \
+    --pool 'suffix={"model": "suffix"}' \
+    --pool "1 SSM, ngram={\"ssms\": [\"$ssm\", \"ngram\"]}" \
+    --pool "1 SSM, suffix={\"ssms\": [\"$ssm\", \"suffix\"]}" \
+    --pool "3 SSMs, suffix={\"ssms\": [\"$ssm\", \"$second\", \"$third\", \"suffix\"]}"

@@ -1,0 +1,88 @@
+"""What a budget has learned survives its engine, and never harms the next one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.options import BestFirstTree
+from vllm_specinfer.scheduling import memory
+from vllm_specinfer.scheduling.budget import TRY_AGAIN, LoadBudget
+from vllm_specinfer.scheduling.calibration import Calibration
+
+
+class Silent:
+    """A source without proposals."""
+
+    def __init__(self):
+        self.calibration = Calibration()
+
+
+def engine(num_sources=2, num_nodes=8):
+    budget = LoadBudget(num_nodes)
+    shape = BestFirstTree(4, 4, 0.05)
+    sources = [Silent() for _ in range(num_sources)]
+    return SourceSet(sources, [], shape, num_nodes, budget), budget
+
+
+def experienced():
+    sources, budget = engine()
+    for n in range(1, 200):
+        budget.observe_step(n % 64 + 1, 10e-3 + 0.4e-3 * (n % 64 + 1), True)
+        budget.observe_draft(1, n % 9 + 1, n % 4, 2e-3 + 1e-3 * (n % 4))
+    budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
+    for _ in range(30):
+        sources.all()[1].calibration.observe(1.0, 0)
+    return sources, budget
+
+
+def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    sources, budget = experienced()
+    file = memory.file_of("target", "sources")
+    assert memory.load(file) is None
+    memory.save(file, sources.learned())
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+    again, recalled = engine()
+    again.recall(memory.load(file))
+    for rows in (1, 9, 40):
+        cost = recalled._step.seconds(rows, True)
+        assert cost == pytest.approx(budget._step.seconds(rows, True), rel=0.05)
+    distrusts = [[s.calibration.distrust for s in x.all()] for x in (sources, again)]
+    assert distrusts[0] == distrusts[1] and distrusts[0][1] > 0.5
+    # What it knows already it does not try out.
+    assert all(recalled.grows(1) for _ in range(TRY_AGAIN - 1))
+    # A few timings of its own count more.
+    for _ in range(60):
+        recalled.observe_step(9, 1.5 * (10e-3 + 9 * 0.4e-3), True)
+    assert recalled._step.seconds(9, True) == pytest.approx(20.4e-3, rel=0.1)
+
+
+def test_other_circumstances_have_another_file():
+    files = {memory.file_of(*c) for c in (("a", 1), ("a", 2), ("b", 1))}
+    assert len(files) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"budget": 1}', "{}"])
+def test_a_file_that_was_tampered_with_is_refused(tmp_path, text):
+    file = tmp_path / "budget.json"
+    file.write_text(text)
+    learned = memory.load(file)
+    if learned is not None:
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            engine()[0].recall(learned)
+
+
+def test_a_budget_of_another_size_is_refused():
+    learned = json.loads(json.dumps(experienced()[0].learned()))
+    with pytest.raises(ValueError, match="of 4 nodes"):
+        engine(num_nodes=4)[0].recall(learned)
+    with pytest.raises(ValueError):
+        engine(num_sources=3)[0].recall(learned)
+
+
+def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    memory.save(tmp_path / "file" / "budget.json", {})
+    assert "could not be saved" in caplog.text

@@ -1,0 +1,12 @@
+"""Where things are kept that every engine of a machine can use again."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Our part of vLLM's cache; it may not exist yet."""
+    root = os.environ.get("VLLM_CACHE_ROOT") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm"
+    )
+    return Path(root, "specinfer")

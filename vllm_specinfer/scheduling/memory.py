@@ -1,0 +1,45 @@
+"""What a budget has learned, kept from one engine to the next.
+
+One small file per target, sources, hardware and settings, beside vLLM's other caches.
+It only saves the first steps of an engine from guessing: what is wrong is unlearned.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer.cache import cache_folder
+
+logger = logging.getLogger(__name__)
+
+
+def file_of(*circumstances: Any) -> Path:
+    """The file for engines in these circumstances, on this machine."""
+    machine = (platform.machine(), platform.processor(), os.cpu_count())
+    key = hashlib.sha256(repr((circumstances, machine)).encode()).hexdigest()[:16]
+    return cache_folder() / f"budget-{key}.json"
+
+
+def load(file: Path) -> dict[str, Any] | None:
+    """What was saved, or None where there is nothing that can be read."""
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) else None
+
+
+def save(file: Path, state: dict[str, Any]) -> None:
+    """Replace the file as a whole; a disk that is full or read-only is only logged."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+            json.dump(state, part)
+        os.replace(part.name, file)
+    except OSError as error:
+        logger.warning("What the budget has learned could not be saved: %s", error)
