@@ -69,4 +69,4 @@ def test_a_feature_that_costs_nothing_does_not_lift_the_line(trees):
         rows = int(rng.integers(8, 72))
         cost.observe(rows, 0.4e-3 * rows * (1 + 0.1 * rng.standard_normal()), trees)
     for rows in (8, 40, 70):
-        assert cost.seconds(rows, trees) == pytest.approx(0.4e-3 * rows, rel=0.1)
+        assert cost.seconds(rows, trees) == pytest.approx(0.4e-3 * rows, rel=0.2)
