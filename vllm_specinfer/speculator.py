@@ -12,6 +12,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -74,6 +75,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
         self._finished_at = 0.0
+        # Since the last step a request has started: the engine may have been idle.
+        self._started = False
         self._num_steps = 0
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
@@ -130,7 +133,7 @@ class TreeSpeculator(DraftModelSpeculator):
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
-            start_request=self.sources.start,
+            start_request=self._start_request,
             bind_sampler=self._bind_sampler,
             on_verified=self.sources.observe,
             verification=spec.verification_rule,
@@ -196,6 +199,10 @@ class TreeSpeculator(DraftModelSpeculator):
             for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
+
+    def _start_request(self, slot: int, request: NewRequestData) -> None:
+        self._started = True
+        self.sources.start(slot, request)
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
@@ -266,13 +273,15 @@ class TreeSpeculator(DraftModelSpeculator):
         computed = states.num_computed_tokens.gpu.numpy()[slots].astype(np.int64)
         num_tokens = np.minimum(total, computed + 1)
         growing = np.flatnonzero(num_sampled > 0)
+        started, self._started = self._started, False
         return DraftStep(
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
             roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
             all_token_ids=states.all_token_ids.gpu.numpy(),
-            decodes_only=len(growing) == len(slots)
+            decodes_only=not started
+            and len(growing) == len(slots)
             and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
             tests_draws=self._tests_draws,
         )

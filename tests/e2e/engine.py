@@ -227,7 +227,10 @@ def _generate(job: dict) -> dict:
             for prompt, p in zip(prompts, params, strict=True)
         ]
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    core = llm.llm_engine.engine_core.engine_core
+    manager = core.scheduler.kv_cache_manager
+    runner = core.model_executor.driver_worker.worker.model_runner
+    sources = getattr(getattr(runner, "speculator", None), "sources", None)
     result = {
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
         "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
@@ -235,6 +238,7 @@ def _generate(job: dict) -> dict:
         "prompt_logprobs": [_logprobs(o.prompt_logprobs) for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
+        "learned": sources and sources.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "blocks": manager.block_pool.num_gpu_blocks,
         "free_blocks": manager.block_pool.get_num_free_blocks(),

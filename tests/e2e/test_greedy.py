@@ -78,6 +78,9 @@ def test_every_tree_shape_is_token_identical_at_batch_8_and_1(models):
     jobs += [job(models, {"scheduler": "auto"}, batched=b) for b in (True, False)]
     plain, *trees, batch, alone = engine.run(jobs)
     assert batch["tokens"] == alone["tokens"] == plain["tokens"]
+    # The time before a request is no step's, even where its prompt is a single token.
+    learned = alone["learned"]["budget"]["step"]
+    assert 0 < learned["values"][0] / learned["products"][0][0] < 1
     for name, tree in zip([*TREES, "wide, batch 1"], trees, strict=True):
         print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
         check(plain, tree)

@@ -29,7 +29,7 @@ class DraftStep:
             known token is the root of one.
         roots: [R] the growing requests' sampling parameters and root positions.
         all_token_ids: [S, max_model_len] int32 tokens of all slots.
-        decodes_only: No request of the batch is inside its prompt.
+        decodes_only: No request of the batch is inside its prompt or just started.
         tests_draws: Children of sampled requests are tested against what they were
             drawn from ("mss" and "rrs").
     """
