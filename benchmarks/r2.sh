@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# R2: how many SSMs pay? Makes the pools (about three hours on two cores; what is there
+# R2: how many SSMs pay? Makes the pools (about two hours on two cores; what is there
 # already is kept), then compares them on held-out prompts with 8 nodes each.
 #
 #     bash benchmarks/r2.sh [FOLDER] [PROMPTS_OF_EACH_SET]
@@ -16,18 +16,20 @@ if [ ! -e "$out/data/labels.bin" ]; then
     $python examples/ssm_data.py generate --out "$out/data" --prompts 6144
     $python examples/ssm_data.py label --out "$out/data"
 fi
+tune() {
+    $python -m vllm_specinfer.cli tune --out "$@" \
+        --target "$($python -c 'from vllm_specinfer import assets as a; print(a.smollm2())')" \
+        --prompts "$out/data/samples.jsonl" --max-tokens 160 --compare-length 4 \
+        --epochs 1 --learning-rate 5e-4 --validation 0.0104
+}
 # Two more SSMs, boost-tuned beside the shipped one.
 if [ ! -e "$out/pool/manifest.json" ]; then
-    target=$($python -c 'from vllm_specinfer import assets; print(assets.smollm2())')
-    $python -m vllm_specinfer.cli tune --out "$out/pool" --target "$target" \
-        --prompts "$out/data/samples.jsonl" --base $ssm --keep-base --num-ssms 3 \
-        --max-tokens 160 --compare-length 4 --epochs 1 --learning-rate 5e-4 \
-        --validation 0.0104
+    tune "$out/pool" --base $ssm --keep-base --num-ssms 3
 fi
-# One SSM with the weights of two, trained as long as two.
-if [ ! -e "$out/large/config.json" ]; then
-    $python examples/distill_ssm.py train --data "$out/data" --out "$out/large" \
-        --hidden 384 --intermediate 1024 --layers 3 --minutes 72
+# One SSM with the layers of two, trained as they were.
+if [ ! -e "$out/large/manifest.json" ]; then
+    $python examples/deepen_ssm.py $ssm "$out/deep" --layers 6
+    tune "$out/large" --base "$out/deep" --num-ssms 1
 fi
 # The shipped SSM with all 49152 rows of its head.
 if [ ! -e "$out/whole-head" ]; then
@@ -44,7 +46,7 @@ compare \
     --pool "1 SSM={\"model\": \"$ssm\"}" \
     --pool "1 SSM, whole head={\"model\": \"$out/whole-head\"}" \
     --pool "1 SSM, wider={\"model\": \"$ssm\", \"tree\": {\"max_width\": 8}}" \
-    --pool "1 SSM as large as 2={\"model\": \"$out/large\"}" \
+    --pool "1 SSM, 6 layers={\"model\": \"$out/large\"}" \
     --pool "2 SSMs={\"ssms\": [\"$ssm\", \"$second\"]}" \
     --pool "3 SSMs={\"ssms\": [\"$ssm\", \"$second\", \"$third\"]}"
 compare \
