@@ -76,10 +76,14 @@ def test_a_file_that_was_tampered_with_is_refused(tmp_path, text):
 
 def test_a_budget_of_another_size_is_refused():
     learned = json.loads(json.dumps(experienced()[0].learned()))
-    with pytest.raises(ValueError, match="of 4 nodes"):
+    with pytest.raises(ValueError, match="must be \\[4\\] numbers"):
         engine(num_nodes=4)[0].recall(learned)
     with pytest.raises(ValueError):
         engine(num_sources=3)[0].recall(learned)
+    for broken in (float("nan"), "x", None):
+        learned["budget"]["profile"][0] = broken
+        with pytest.raises((TypeError, ValueError)):
+            engine()[0].recall(learned)
 
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specinfer.scheduling.cost import CostLine
+from vllm_specinfer.scheduling.cost import CostLine, finite
 
 # So many requests' trees are remembered by averages, and so many steps by the rate.
 MEMORY_REQS, RATE_MEMORY = 50, 10
@@ -192,14 +192,13 @@ class LoadBudget(Budget):
 
     def recall(self, learned: dict[str, Any]) -> None:
         """Start from another engine's costs and averages, without plain first steps."""
-        profile, size = learned["profile"], np.array(learned["draft_size"])
-        if profile is None:
+        if learned["profile"] is None:
             return
-        if len(profile) != self._num_nodes or size.shape != (2,):
-            raise ValueError(f"learned must be of {self._num_nodes} nodes")
+        profile = finite(learned["profile"], (self._num_nodes,))
+        size = finite(learned["draft_size"], (2,))
         self._step.recall(learned["step"])
         self._draft.recall(learned["draft"])
-        self._profile, self._draft_size = np.array(profile), size
+        self._profile, self._draft_size = profile, size
         self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, TRY_AGAIN
 
 

@@ -68,9 +68,8 @@ class CostLine:
         Raises:
             ValueError: This is not what `learned` returns.
         """
-        products, values = np.array(learned["products"]), np.array(learned["values"])
-        if products.shape != (3, 3) or values.shape != (3,):
-            raise ValueError(f"learned must hold [3, 3] and [3]; got {learned}")
+        products = finite(learned["products"], (3, 3))
+        values = finite(learned["values"], (3,))
         if products[0, 0] > 0:
             weight = min(1.0, RECALLED_STEPS / products[0, 0])
             self._products, self._values = weight * products, weight * values
@@ -91,6 +90,16 @@ class CostLine:
             products[2, 2] += PRIOR_WEIGHT  # the extra costs nothing by itself
             self._solved = _non_negative(products, values)
         return self._solved
+
+
+def finite(numbers: list, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of a file as an array; raises ValueError where they cannot be that."""
+    array = np.array(numbers, float)
+    if array.shape != shape or not np.isfinite(array).all():
+        raise ValueError(
+            f"what was learned must be {list(shape)} numbers; got {numbers}"
+        )
+    return array
 
 
 def _non_negative(products: np.ndarray, values: np.ndarray) -> np.ndarray:
