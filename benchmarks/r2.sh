@@ -50,8 +50,6 @@ compare \
     --pool "2 SSMs={\"ssms\": [\"$ssm\", \"$second\"]}" \
     --pool "3 SSMs={\"ssms\": [\"$ssm\", \"$second\", \"$third\"]}"
 compare \
-    --pool 'ngram={"model": "ngram"}' \
-    --pool 'suffix={"model": "suffix"}' \
     --pool "1 SSM, ngram={\"ssms\": [\"$ssm\", \"ngram\"]}" \
     --pool "1 SSM, suffix={\"ssms\": [\"$ssm\", \"suffix\"]}" \
     --pool "3 SSMs, suffix={\"ssms\": [\"$ssm\", \"$second\", \"$third\", \"suffix\"]}"

@@ -57,6 +57,11 @@ def write_copy_heads(ssm, embedding: torch.Tensor) -> None:
     """
     hidden = ssm.config.hidden_size
     num_content = hidden - RESERVED
+    if num_content > 3 * HEAD_DIM:
+        raise ValueError(
+            f"hidden must be at most {3 * HEAD_DIM + RESERVED}, three heads copy "
+            f"{HEAD_DIM} channels each; got {hidden}"
+        )
     key = slice(num_content, num_content + CODE)
     query = slice(num_content + CODE, hidden - 1)
     # The constant outweighs the content, so RMSNorm divides all positions by about the
