@@ -28,7 +28,8 @@ if [ ! -e "$out/pool/manifest.json" ]; then
 fi
 # One SSM with the layers of two, trained as they were.
 if [ ! -e "$out/large/manifest.json" ]; then
-    $python examples/deepen_ssm.py $ssm "$out/deep" --layers 6
+    [ -e "$out/deep" ] ||
+        $python examples/deepen_ssm.py $ssm "$out/deep" --layers 6
     tune "$out/large" --base "$out/deep" --num-ssms 1
 fi
 # The shipped SSM with all 49152 rows of its head.

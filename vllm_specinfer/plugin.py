@@ -8,12 +8,17 @@ import os
 DISABLE_ENV = "VLLM_SPECINFER_DISABLE"
 
 
+def disabled() -> bool:
+    """Whether the kill switch is on."""
+    return os.environ.get(DISABLE_ENV, "0") not in ("", "0")
+
+
 def register() -> None:
     """Teach vLLM the method "specinfer"; nothing else changes.
 
     Does nothing where ``VLLM_SPECINFER_DISABLE=1``. May be called again.
     """
-    if os.environ.get(DISABLE_ENV, "0") not in ("", "0"):
+    if disabled():
         return
     from vllm_specinfer.hooks import sampling_params, speculative_config
 

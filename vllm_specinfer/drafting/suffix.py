@@ -85,12 +85,12 @@ class Suffixes:
         """
         self._max_depth = max_depth
         self._generation_size = max(1, source.max_tokens // 2)
-        self._own = [TextIndex(MIN_OWN) for _ in range(max_num_reqs)]
+        self._max_num_reqs = max_num_reqs
         self.forget()
 
     def forget(self) -> None:
         """Forget all texts; those of running requests are read again."""
-        self._own = [TextIndex(MIN_OWN) for _ in self._own]
+        self._own = [TextIndex(MIN_OWN) for _ in range(self._max_num_reqs)]
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
 

@@ -108,10 +108,8 @@ class LoadBudget(Budget):
     def _drafting_pays(self, num_reqs: int) -> bool:
         if self._profile is None or not (self._step.known and self._draft.known):
             return True
-        draft_rows, levels = self._draft_size
         rows = num_reqs * np.arange(2, self._num_nodes + 2)
-        seconds = self._step.seconds(rows, 1.0)
-        seconds = seconds + self._draft.seconds(num_reqs * draft_rows, levels)
+        seconds = self._step.seconds(rows, 1.0) + self._draft_seconds(num_reqs)
         rate = ((1 + CAUTION * np.cumsum(self._profile)) / seconds).max()
         self._idle_steps += 1
         if rate >= 1 / self._step.seconds(num_reqs):
@@ -121,6 +119,11 @@ class LoadBudget(Budget):
         if self._idle_steps > TRY_AGAIN:
             self._idle_steps = 0
         return self._idle_steps in (0, TRY_AGAIN)
+
+    def _draft_seconds(self, num_reqs: int) -> float:
+        """What drafts of the usual size cost for R requests."""
+        rows, levels = self._draft_size
+        return float(self._draft.seconds(num_reqs * rows, levels))
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
         """Nodes whose best child brings more than its rows; none if not their pass."""
@@ -149,13 +152,11 @@ class LoadBudget(Budget):
         best = -np.sort(-best[np.isfinite(best)])
         gained = CAUTION * np.concatenate([[0], np.cumsum(np.exp(best))])
         nodes = np.arange(len(gained))
-        rates = (num_reqs + gained) / self._step.seconds(num_reqs + nodes, nodes > 0)
-        worth = int(rates.argmax())
-        seconds = self._step.seconds(num_reqs + worth, worth > 0)
-        if drafted:
-            draft_rows, levels = self._draft_size
-            seconds = seconds + self._draft.seconds(num_reqs * draft_rows, levels)
-        self._note_rate((num_reqs + gained[worth]) / float(seconds))
+        tokens = num_reqs + gained
+        seconds = self._step.seconds(num_reqs + nodes, nodes > 0)
+        worth = int((tokens / seconds).argmax())
+        drafting = self._draft_seconds(num_reqs) if drafted else 0.0
+        self._note_rate(float(tokens[worth] / (seconds[worth] + drafting)))
         return float(best[worth - 1]) if worth else np.inf
 
     def _note_rate(self, rate: float) -> None:

@@ -8,21 +8,19 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer.cache import cache_folder
+from vllm_specinfer.cache import cache_folder, cpu
 
 logger = logging.getLogger(__name__)
 
 
 def file_of(*circumstances: Any) -> Path:
     """The file for engines in these circumstances, on this machine."""
-    machine = (platform.machine(), platform.processor(), os.cpu_count())
-    key = hashlib.sha256(repr((circumstances, machine)).encode()).hexdigest()[:16]
-    return cache_folder() / f"budget-{key}.json"
+    key = repr((circumstances, cpu(), os.cpu_count())).encode()
+    return cache_folder() / f"budget-{hashlib.sha256(key).hexdigest()[:16]}.json"
 
 
 def load(file: Path) -> dict[str, Any] | None:

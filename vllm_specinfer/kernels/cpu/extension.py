@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from vllm_specinfer.cache import cache_folder
+from vllm_specinfer.cache import cache_folder, cpu
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +59,8 @@ def _library() -> Path:
     key = hashlib.sha256()
     for source in sorted(_SOURCES.glob("*.cpp")):
         key.update(source.read_bytes())
-    key.update(repr((_FLAGS, torch.__version__, sys.version, _cpu())).encode())
+    key.update(repr((_FLAGS, torch.__version__, sys.version, cpu())).encode())
     return cache_folder() / f"{_NAME}-{key.hexdigest()[:16]}.so"
-
-
-def _cpu() -> str:
-    """What -march=native looks at: caches are shared between unequal machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(line for line in lines[:64] if line.startswith(("flags", "model")))
 
 
 def _build(path: Path) -> None:
