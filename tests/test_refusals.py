@@ -59,6 +59,15 @@ BLOOM = {
     "vocab_size": 128,
     "torch_dtype": "float32",
 }
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 256,
+    "vocab_size": 128,
+}
 BERT = {
     "architectures": ["BertModel"],
     "model_type": "bert",
@@ -70,7 +79,6 @@ BERT = {
     "max_position_embeddings": 256,
     "torch_dtype": "float32",
 }
-EAGLE = LLAMA | {"architectures": ["EagleLlamaForCausalLM"]}
 # Qwen2-VL's text model; the whole needs torchvision to be looked at.
 MROPE = LLAMA | {
     "rope_parameters": {
@@ -132,8 +140,23 @@ def test_ssm_without_full_causal_attention_is_refused(refusal, config):
     assert refusal(ssm=config).startswith("the SSM must be a causal language model")
 
 
-def test_a_draft_head_is_not_an_ssm(refusal):
-    assert refusal(ssm=EAGLE).endswith("got the draft head EagleLlamaForCausalLM")
+def test_draft_heads_are_eagle_heads_or_refused(refusal):
+    parallel = LLAMA | {"architectures": ["PEagleDraftModel"]}
+    assert refusal(ssm=parallel).endswith("got the draft head PEagleDraftModel")
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "sentence"),
+    [
+        (LLAMA, {"vocab_size": 48}, "the EAGLE head's vocab_size must be"),
+        (LLAMA, {"hidden_size": 128}, "the EAGLE head's target_hidden_size must be"),
+        (LLAMA, {"sliding_window": 16}, "the EAGLE head must have full attention"),
+        (GPT2, {}, "the target's model class must give its inner states"),
+    ],
+)
+def test_an_eagle_head_must_fit_the_target(refusal, target, head, sentence):
+    head = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]} | head
+    assert refusal(target=target, ssm=head).startswith(sentence)
 
 
 @pytest.mark.parametrize("config", [QWEN2, MISTRAL | {"sliding_window": None}])

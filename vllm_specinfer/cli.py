@@ -5,7 +5,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from vllm_specinfer.tuning.settings import Settings
+from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
+
+SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,55 +27,80 @@ def main(argv: list[str] | None = None) -> int:
 def _add_tune(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "tune",
-        help="boost-tune a pool of SSMs for a target",
-        description="Boost-tune a pool of SSMs on a target's own continuations. "
-        "The same command goes on where a killed one stopped.",
+        help="train a pool of SSMs or an EAGLE-3 head for a target",
+        description="Boost-tune a pool of SSMs, or train an EAGLE-3 head, on a "
+        "target's own continuations. The same command goes on where a killed one "
+        "stopped.",
     )
-    parser.add_argument("--out", type=Path, required=True, help="the pool folder")
+    parser.add_argument("--out", type=Path, required=True, help="the folder")
+    parser.add_argument(
+        "--type", choices=SETTINGS, default="ssm", help="what to train (ssm)"
+    )
     helps = {
         "target": "folder or hub id",
         "prompts": "JSONL with prompt or messages, or a text file, one a line",
+        "draft_vocab": "commonest tokens that are drafted; 0 for all",
+        "max_prompts": "use no more; 0 for all",
+        "max_tokens": "of each continuation",
+        "epochs": "passes over the continuations",
+        "learning_rate": "of AdamW",
+        "batch_size": "continuations per step",
+        "validation": "part of the prompts held out for the curves",
+        "seed": "of order and new weights",
         "num_ssms": "rounds, an SSM each",
         "base": "SSM to start every round from; default: a new one",
         "keep_base": "the base is the first SSM of the pool as it is",
         "layers": "of a new SSM",
         "hidden": "size of a new SSM",
-        "draft_vocab": "commonest tokens that the head keeps; 0 for all",
-        "max_prompts": "use no more; 0 for all",
-        "max_tokens": "of each continuation",
         "compare_length": "tokens of a window, marked when an SSM writes all of it",
-        "epochs": "passes over the unmarked windows",
-        "learning_rate": "of AdamW",
-        "batch_size": "continuations per step",
-        "validation": "part of the prompts held out for the curves",
-        "seed": "of order and new weights",
+        "unroll": "depths to train",
+        "compile": "compile first: minutes at the start, twice the speed",
     }
-    for field in dataclasses.fields(Settings):
+    fields = {
+        field.name: (field, kind)
+        for kind, settings in SETTINGS.items()
+        for field in dataclasses.fields(settings)
+    }
+    common = {field.name for field in dataclasses.fields(Training)}
+    for name, (field, kind) in fields.items():
         required = field.default is dataclasses.MISSING
-        flag = f"--{field.name.replace('_', '-')}"
+        text = helps[name] if name in common else f"{kind}: {helps[name]}"
         if field.default is False:
-            parser.add_argument(flag, action="store_true", help=helps[field.name])
-            continue
-        kind = str if required or field.default is None else type(field.default)
-        shown = "" if required or field.default is None else f" ({field.default})"
+            options = {"action": "store_true"}
+        else:
+            plain = required or field.default is None
+            options = {"type": str if plain else type(field.default)}
+            text += "" if plain else f" ({field.default})"
         parser.add_argument(
-            flag,
-            type=kind,
+            f"--{name.replace('_', '-')}",
             required=required,
-            default=None if required else field.default,
-            help=helps[field.name] + shown,
+            default=argparse.SUPPRESS,
+            help=text,
+            **options,
         )
     parser.set_defaults(run=_tune)
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from vllm_specinfer.tuning.pool import tune
+    settings = SETTINGS[args.type]
+    given = vars(args).keys() - {"out", "type", "run", "command"}
+    foreign = given - {field.name for field in dataclasses.fields(settings)}
+    if foreign:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(foreign))
+        raise ValueError(f"--type {args.type} must go without {names}")
+    wanted = settings(**{name: getattr(args, name) for name in given})
+    if args.type == "eagle3":
+        from vllm_specinfer.tuning.head import tune_head
 
-    names = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(args, name) for name in names})
-    tune(args.out, settings, sys.argv)
+        rates = tune_head(args.out, wanted, sys.argv)
+        shown = ", ".join(f"{rate:.3f}" for rate in rates)
+        print(f"validation tokens hit first, by depth: {shown}")
+    else:
+        from vllm_specinfer.tuning.pool import tune
+
+        tune(args.out, wanted, sys.argv)
     print(
-        f"pool in {args.out}; use it as --speculative-config "
+        f"{args.type} in {args.out}; use it as --speculative-config "
         f'\'{{"method": "specinfer", "model": "{args.out}"}}\''
     )
     return 0

@@ -4,6 +4,7 @@ Unpickled in engine and worker processes before any plugin is loaded there, so t
 module needs vLLM but no hook.
 """
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from pydantic import SkipValidation, ValidationError
@@ -12,6 +13,9 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
+from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+from vllm.utils.hashing import safe_hash
 
 from vllm_specinfer.options import (
     BestFirstTree,
@@ -20,7 +24,7 @@ from vllm_specinfer.options import (
     SSMSource,
     Tree,
 )
-from vllm_specinfer.refusals import refuse, ssm_reason
+from vllm_specinfer.refusals import eagle_type, refuse, ssm_reason
 
 logger = init_logger(__name__)
 
@@ -80,6 +84,11 @@ class SpecInferConfig(SpeculativeConfig):
         # Here, not in __post_init__: pydantic would wrap the sentences.
         for ssm in ssm_model_configs:
             refuse(ssm_reason(ssm, target_model_config))
+        heads = [ssm.model for ssm in ssm_model_configs if eagle_type(ssm)]
+        if len(heads) > 1:
+            raise ValueError(
+                f"ssms must name at most one EAGLE head; got {', '.join(heads)}"
+            )
         return cls(
             options=options,
             num_speculative_tokens=options.num_speculative_tokens,
@@ -97,14 +106,15 @@ class SpecInferConfig(SpeculativeConfig):
                 "SpecInferConfig must be built with SpecInferConfig.create"
             )
         self.method = "draft_model"
-        # Without an SSM vLLM sees the target, as with its own method "ngram".
-        first = next(iter(self.options.ssms), None)
-        self.model = first.model if first else self.target_model_config.model
-        self.revision = first.revision if first else None
-        self.quantization = first.quantization if first else None
-        self.draft_model_config = next(
-            iter(self.ssm_model_configs), self.target_model_config
-        )
+        # vLLM sees one model: the EAGLE head, whose class reads it here, else the
+        # first SSM. Without one it sees the target, as with its own method "ngram".
+        ssms = list(zip(self.options.ssms, self.ssm_model_configs, strict=True))
+        ssms.sort(key=lambda pair: eagle_type(pair[1]) is None)
+        shown, config = ssms[0] if ssms else (None, self.target_model_config)
+        self.model = shown.model if shown else self.target_model_config.model
+        self.revision = shown.revision if shown else None
+        self.quantization = shown.quantization if shown else None
+        self.draft_model_config = config
         self.draft_tensor_parallel_size = (
             self.target_parallel_config.tensor_parallel_size
         )
@@ -115,6 +125,24 @@ class SpecInferConfig(SpeculativeConfig):
                 draft_model_config=self.draft_model_config,
             )
         self.target_parallel_config.worker_cls = worker_cls()
+
+    def compute_hash(self) -> str:
+        """As vLLM's, which looks at the method to see whether a head reads layers."""
+        layers = getattr(
+            self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None
+        )
+        factors = super().compute_hash(), self.reads_layers, layers
+        return safe_hash(repr(factors).encode(), usedforsecurity=False).hexdigest()
+
+    @property
+    def reads_states(self) -> bool:
+        """An EAGLE head reads the target's hidden states."""
+        return eagle_type(self.draft_model_config) is not None
+
+    @property
+    def reads_layers(self) -> bool:
+        """An EAGLE-3 head reads the states of some of the target's layers."""
+        return eagle_type(self.draft_model_config) == "eagle3"
 
     @property
     def tree(self) -> Tree:
@@ -183,7 +211,7 @@ def build_ssm_model_config(
         target_model_config: The target's model config.
 
     Returns:
-        The SSM's model config.
+        The SSM's model config; that of an EAGLE head names vLLM's class of the head.
 
     Raises:
         ValueError: The SSM cannot be read or is shorter than the target.
@@ -213,7 +241,14 @@ def build_ssm_model_config(
             f"model must be an SSM that vLLM can load; got {source.model!r}: "
             f"{_first_line(error)}"
         ) from error
-    if ssm.max_model_len < target.max_model_len:
+    _name_head(ssm, source)
+    if eagle_type(ssm) is not None:
+        # A head runs at the target's positions whatever its config says, as in vLLM.
+        text = ssm.hf_config
+        text.max_position_embeddings = max(
+            getattr(text, "max_position_embeddings", 0), target.max_model_len
+        )
+    elif ssm.max_model_len < target.max_model_len:
         raise ValueError(
             f"max_model_len must be at most the {ssm.max_model_len} positions of the "
             f"SSM {source.model!r}; got {target.max_model_len}"
@@ -221,6 +256,34 @@ def build_ssm_model_config(
     # The SSM sees exactly the target's positions, never more, so the limits agree.
     ssm.max_model_len = target.max_model_len
     return ssm
+
+
+def _name_head(ssm: ModelConfig, source: SSMSource) -> None:
+    """Give the config of an EAGLE head the architecture that vLLM has for it.
+
+    As vLLM does for its own methods (vllm/config/speculative.py, __post_init__).
+
+    Raises:
+        ValueError: The checkpoint is not of the type that was asked for.
+    """
+    found = eagle_type(ssm)
+    wanted = source.type or found or "ssm"
+    if found and wanted != found:
+        raise ValueError(
+            f"type must be that of the checkpoint {source.model!r}, {found!r}; got "
+            f"{wanted!r}"
+        )
+    if wanted == "ssm" or isinstance(ssm.hf_config, EAGLEConfig | SpeculatorsConfig):
+        return
+    theirs = ssm.architectures
+    ssm.hf_config = EAGLEConfig(ssm.hf_config, method=wanted, model_type="eagle")
+    try:
+        SpeculativeConfig.update_arch_(SimpleNamespace(draft_model_config=ssm))
+    except ValueError as error:
+        raise ValueError(
+            f"type {wanted!r} must be one that vLLM has a class for; got {theirs} in "
+            f"{source.model!r}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,8 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
 AUTO_VERIFICATION = "coupled"  # the most tokens per step of all, see the README
 SCHEDULERS = ("auto", "static", "learned")
+EAGLE_TYPES = ("eagle", "eagle3")
+SSM_TYPES = ("ssm", *EAGLE_TYPES)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ Tree = ExpansionTree | BestFirstTree
 
 @dataclass(frozen=True)
 class SSMSource:
-    """A neural SSM: any causal language model with the target's tokenizer.
+    """A neural SSM: a causal language model with the target's tokenizer, or a head.
 
     Attributes:
         model: Folder or hub id, a pool's manifest already resolved.
@@ -107,6 +109,7 @@ class SSMSource:
         quantization: vLLM quantization method of the weights.
         tree: Shape of this SSM's trees; None for that of all.
         num_speculative_tokens: Most nodes that it may contribute; None for all.
+        type: One of `SSM_TYPES`; None for what the checkpoint's config says.
     """
 
     model: str
@@ -114,6 +117,7 @@ class SSMSource:
     quantization: str | None = None
     tree: Tree | None = None
     num_speculative_tokens: int | None = None
+    type: str | None = None
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,12 @@ def model_reason(model: "ModelConfig", role: str) -> str | None:
 
 def ssm_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
     """Why a model cannot draft for this target, or None."""
+    if eagle_type(ssm) is not None:
+        return _head_reason(ssm, target)
     if (head := _draft_head(ssm)) is not None:
         return (
-            "the SSM must be a language model of its own for method specinfer; got "
-            f"the draft head {head}"
+            "the SSM must be a language model of its own or an EAGLE head for method "
+            f"specinfer; got the draft head {head}"
         )
     if (reason := model_reason(ssm, "the SSM")) is not None:
         return reason
@@ -205,7 +207,10 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
     )
     refuse(model_reason(target, "the target"))
     for ssm in spec.ssm_model_configs:
-        refuse(model_reason(ssm, "the SSM"))
+        if eagle_type(ssm) is None:
+            refuse(model_reason(ssm, "the SSM"))
+        else:
+            refuse(_head_reason(ssm, target))
 
 
 def refuse(reason: str | None) -> None:
@@ -226,6 +231,14 @@ def _layer_sentence(name: str, kind: str) -> str:
 
 
 def _unsupported_kind(model: "ModelConfig") -> str | None:
+    if (kind := _unsupported_attention(model)) is not None:
+        return kind
+    if model.registry.is_text_generation_model(model.architectures, model):
+        return None
+    return "no text generation"
+
+
+def _unsupported_attention(model: "ModelConfig") -> str | None:
     text_config = model.hf_text_config
     layer_types = getattr(text_config, "layer_types", None) or ()
     window = model.get_sliding_window()
@@ -250,13 +263,46 @@ def _unsupported_kind(model: "ModelConfig") -> str | None:
         ("ALiBi", model.uses_alibi),
         ("M-RoPE", model.uses_mrope),
         ("bidirectional attention to images", model.is_mm_prefix_lm),
-        ("no text generation", not _generates_text(model)),
     )
     return next((kind for kind, holds in checks if holds), None)
 
 
-def _generates_text(model: "ModelConfig") -> bool:
-    return model.registry.is_text_generation_model(model.architectures, model)
+def eagle_type(model: "ModelConfig") -> str | None:
+    """The type of an EAGLE head by its architecture; None for all other models."""
+    head = _draft_head(model)
+    if head is None or "Eagle" not in head or "MTP" in head or head.startswith("PE"):
+        return None
+    return "eagle3" if "Eagle3" in head else "eagle"
+
+
+def _head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
+    """Why an EAGLE head cannot draft for this target, or None."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if (kind := _unsupported_attention(head)) is not None:
+        return (
+            f"the EAGLE head must have full attention for method specinfer; got {kind}"
+        )
+    config = head.hf_config
+    reads = getattr(config, "target_hidden_size", None) or head.get_hidden_size()
+    for name, ours, theirs in (
+        ("vocab_size", head.get_vocab_size(), target.get_vocab_size()),
+        ("target_hidden_size", reads, target.get_hidden_size()),
+    ):
+        if ours != theirs:
+            return (
+                f"the EAGLE head's {name} must be the target's {theirs}; got {ours} of "
+                f"{head.model!r}"
+            )
+    if eagle_type(head) == "eagle":
+        return None
+    model_cls, _ = target.registry.resolve_model_cls(target.architectures, target)
+    if not supports_eagle3(model_cls):
+        return (
+            "the target's model class must give its inner states to an EAGLE-3 head; "
+            f"got {model_cls.__name__}, which does not"
+        )
+    return None
 
 
 def _draft_head(model: "ModelConfig") -> str | None:

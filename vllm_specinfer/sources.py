@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_specinfer.keys import refuse_unknown_keys
 from vllm_specinfer.options import (
+    SSM_TYPES,
     NgramSource,
     Source,
     SSMSource,
@@ -19,7 +20,10 @@ from vllm_specinfer.options import (
 from vllm_specinfer.trees import check_limits, parse_num_nodes, parse_tree
 
 MANIFEST = "manifest.json"
-SSM_KEYS = ("model", "revision", "quantization", "tree", "num_speculative_tokens")
+SSM_KEYS = (
+    *("model", "type", "revision", "quantization"),
+    *("tree", "num_speculative_tokens"),
+)
 NGRAM_KEYS = ("model", "prompt_lookup_min", "prompt_lookup_max")
 SUFFIX_KEYS = ("model", "max_tokens")
 MODEL_FREE = ("ngram", "suffix")
@@ -80,7 +84,11 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
     num_nodes = parse_num_nodes(entry.get("num_speculative_tokens"), f"{where}.")
     if tree is not None and num_nodes is not None:
         check_limits(tree, num_nodes, f"{where}.")
-    own = {key: entry.get(key) for key in ("revision", "quantization")}
+    if entry.get("type") not in (None, *SSM_TYPES):
+        raise ValueError(
+            f"{where}.type must be one of {', '.join(SSM_TYPES)}; got {entry['type']!r}"
+        )
+    own = {key: entry.get(key) for key in ("type", "revision", "quantization")}
     own |= {"tree": tree, "num_speculative_tokens": num_nodes}
     folder = Path(name).expanduser()
     if (folder / MANIFEST).is_file():

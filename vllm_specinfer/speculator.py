@@ -19,12 +19,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.rows import root_rows
@@ -33,6 +35,7 @@ from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.options import SSMSource
+from vllm_specinfer.refusals import eagle_type
 from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.tree.table import TreeTable
@@ -78,6 +81,8 @@ class TreeSpeculator(DraftModelSpeculator):
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
         self._num_steps = 0
+        # By slot: the accepted nodes of the step that is being verified.
+        self._accepted: dict[int, list[int]] = {}
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
 
@@ -117,10 +122,14 @@ class TreeSpeculator(DraftModelSpeculator):
             if not isinstance(source, SSMSource):
                 lookups.append(lookup_source(source, self.max_num_reqs, num_nodes))
                 continue
-            number = len(ssms)
+            number, config = len(ssms), next(configs)
+            if eagle_type(config) is None:
+                ssm = self._load_ssm(config, f"ssm{number}")
+            else:
+                ssm = self._load_head(config, target_model)
             ssms.append(
                 NeuralSource(
-                    self._load_ssm(next(configs), f"ssm{number}"),
+                    ssm,
                     ChildChooser(spec.verification_rule, number),
                     source.tree or spec.tree,
                     source.num_speculative_tokens or num_nodes,
@@ -135,7 +144,7 @@ class TreeSpeculator(DraftModelSpeculator):
             trees=self._trees,
             start_request=self._start_request,
             bind_sampler=self._bind_sampler,
-            on_verified=self.sources.observe,
+            on_verified=self._on_verified,
             verification=spec.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
@@ -166,8 +175,9 @@ class TreeSpeculator(DraftModelSpeculator):
         if self._num_steps % SAVE_STEPS == 0:
             memory.save(self._memory, self.sources.learned())
 
-    def _load_ssm(self, model_config: ModelConfig, name: str) -> NeuralSSM:
-        vllm_config = replace(
+    def _config_of(self, model_config: ModelConfig) -> VllmConfig:
+        """The config that an SSM's passes run under."""
+        return replace(
             self.vllm_config,
             model_config=model_config,
             quant_config=None,
@@ -176,11 +186,25 @@ class TreeSpeculator(DraftModelSpeculator):
                 rank=self.vllm_config.parallel_config.rank,
             ),
         )
+
+    def _load_ssm(self, model_config: ModelConfig, name: str) -> NeuralSSM:
+        vllm_config = self._config_of(model_config)
         layers = self.vllm_config.compilation_config.static_forward_context
         before = set(layers)
         with set_model_tag(name):
             model = get_model(vllm_config=vllm_config, prefix=name)
         return NeuralSSM(model, vllm_config, set(layers) - before)
+
+    def _load_head(self, model_config: ModelConfig, target: nn.Module) -> EagleHead:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        before = set(layers)
+        model = load_eagle_model(target, self.vllm_config)
+        width = self.vllm_config.model_config.get_hidden_size()
+        if self.speculative_config.reads_layers:
+            width = model.model.fc.input_size
+        return EagleHead(
+            model, self._config_of(model_config), set(layers) - before, width
+        )
 
     def set_attn(
         self,
@@ -203,6 +227,10 @@ class TreeSpeculator(DraftModelSpeculator):
     def _start_request(self, slot: int, request: NewRequestData) -> None:
         self._started = True
         self.sources.start(slot, request)
+
+    def _on_verified(self, slot: int, accepted: list[int]) -> None:
+        self._accepted[slot] = accepted
+        self.sources.observe(slot, accepted)
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
@@ -227,8 +255,9 @@ class TreeSpeculator(DraftModelSpeculator):
             input_batch: The batch just verified.
             attn_metadata: Unused: the SSMs' own metadata is built here.
             slot_mappings: Unused.
-            last_hidden_states: Unused.
-            aux_hidden_states: Unused.
+            last_hidden_states: [rows, H] of the target; an EAGLE head reads them.
+            aux_hidden_states: [rows, H] each, after some of the target's layers; an
+                EAGLE-3 head reads them.
             num_sampled: [B] tokens emitted per request; 0 inside a prompt.
             num_rejected: Unused.
             *args: Unused.
@@ -246,7 +275,12 @@ class TreeSpeculator(DraftModelSpeculator):
                     input_batch.input_ids[:n], input_batch.positions[:n]
                 )
             return torch.from_numpy(drafts)
-        step = self._step(input_batch, num_sampled.numpy())
+        states = None
+        if self.speculative_config.reads_layers:
+            states = torch.cat(aux_hidden_states, dim=-1)
+        elif self.speculative_config.reads_states:
+            states = last_hidden_states
+        step = self._step(input_batch, num_sampled.numpy(), states)
         if step.decodes_only:
             seconds = time.perf_counter() - self._finished_at
             num_rows = input_batch.num_tokens
@@ -267,21 +301,56 @@ class TreeSpeculator(DraftModelSpeculator):
         self._finished_at = time.perf_counter()
         return torch.from_numpy(drafts)
 
-    def _step(self, input_batch: InputBatch, num_sampled: np.ndarray) -> DraftStep:
-        states, slots = self._req_states, input_batch.idx_mapping_np
-        total = states.total_len.gpu.numpy()[slots].astype(np.int64)
-        computed = states.num_computed_tokens.gpu.numpy()[slots].astype(np.int64)
+    def _step(
+        self,
+        input_batch: InputBatch,
+        num_sampled: np.ndarray,
+        states: torch.Tensor | None,
+    ) -> DraftStep:
+        requests, slots = self._req_states, input_batch.idx_mapping_np
+        total = requests.total_len.gpu.numpy()[slots].astype(np.int64)
+        computed = requests.num_computed_tokens.gpu.numpy()[slots].astype(np.int64)
         num_tokens = np.minimum(total, computed + 1)
         growing = np.flatnonzero(num_sampled > 0)
         started, self._started = self._started, False
+        state_starts = None
+        if states is not None:
+            rows, state_starts = self._rows_that_stay(input_batch, computed)
+            states = states[torch.from_numpy(rows)]
         return DraftStep(
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
             roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
-            all_token_ids=states.all_token_ids.gpu.numpy(),
+            all_token_ids=requests.all_token_ids.gpu.numpy(),
             decodes_only=not started
             and len(growing) == len(slots)
             and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
             tests_draws=self._tests_draws,
+            states=states,
+            state_starts=state_starts,
         )
+
+    def _rows_that_stay(
+        self, input_batch: InputBatch, computed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the target's pass whose tokens are in the text, in its order.
+
+        Args:
+            input_batch: The verified batch.
+            computed: [B] tokens of the target's K/V after it.
+
+        Returns:
+            The rows, and [B + 1] where each request's begin among them.
+        """
+        starts = input_batch.query_start_loc_np[: input_batch.num_reqs]
+        counts = computed - input_batch.positions.numpy()[starts]
+        rows = []
+        for slot, start, count in zip(
+            input_batch.idx_mapping_np.tolist(), starts, counts, strict=True
+        ):
+            path = self._accepted.get(slot)
+            below = range(count - 1) if path is None else path
+            rows.append(start + np.array([0, *(node + 1 for node in below)]))
+        self._accepted.clear()
+        return np.concatenate(rows), np.concatenate([[0], np.cumsum(counts)])

@@ -30,6 +30,10 @@ class SpecInferCPUWorker(CPUWorker):
         runner.speculator = TreeSpeculator(
             self.vllm_config, self.device, runner.req_states
         )
+        # Before the target is loaded: it is compiled with these outputs or without.
+        runner.use_aux_hidden_state_outputs = (
+            self.vllm_config.speculative_config.reads_layers
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load target and SSM, then refuse layers that cannot run trees."""

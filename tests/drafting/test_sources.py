@@ -24,6 +24,9 @@ class Chain:
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
 
+    def note(self, step):
+        pass
+
     def propose(self, step, least):
         self.asked.append(np.exp(least))
         n = len(self.tokens)

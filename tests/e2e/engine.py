@@ -54,6 +54,8 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
     from vllm_specinfer import model_state
     from vllm_specinfer.drafting import children
+    from vllm_specinfer.drafting.eagle import EagleHead
+    from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
     from vllm_specinfer.kernels.cpu import gumbel
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
@@ -130,6 +132,22 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             _asks_ssms=lambda self, least: len(started) > 1 and asks(self, least),
         )
 
+    def record_drafts():
+        found = []
+
+        def recorded(self, step, least):
+            proposal = propose(self, step, least)
+            candidates = proposal.candidates
+            for r, i in enumerate(step.growing):
+                known = step.all_token_ids[step.slots[i], : step.num_tokens[i]]
+                columns = candidates.tokens, candidates.parents, candidates.scores
+                found.append([known.tolist(), *(c[r].tolist() for c in columns)])
+            Path(os.environ["RECORDED_DRAFTS"]).write_text(json.dumps(found))
+            return proposal
+
+        return mock.patch.object(NeuralSource, "propose", recorded)
+
+    propose = NeuralSource.propose
     start, asks = SourceSet.start, SourceSet._asks_ssms
     joined = sampler.joined
     choose = children.ChildChooser.choose
@@ -165,6 +183,8 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             sampler, "joined", drop_what_another_source_drew
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
+        "record_drafts": record_drafts,
+        "states_lost": lambda: mock.patch.object(EagleHead, "note", lambda *args: None),
         "shared_uniforms": lambda: mock.patch.object(
             children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),

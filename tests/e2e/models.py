@@ -76,3 +76,50 @@ def add_tokenizer(*folders: str) -> None:
     tokenizer.decoder = decoders.Fuse()
     for folder in folders:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def trained_head(
+    target: str,
+    folder: Path,
+    num_prompts: int = 48,
+    length: int = 96,
+    epochs: int = 40,
+) -> str:
+    """An EAGLE-3 head that has learned some of a tiny target's greedy text.
+
+    It learns nothing of a target whose scale is 6: that text is chaos.
+
+    Args:
+        target: The target's folder.
+        folder: Where to write the head.
+        num_prompts: Random prompts whose continuations it learns.
+        length: Tokens of each continuation.
+        epochs: Passes over them.
+
+    Returns:
+        The folder of the head.
+    """
+    from vllm_specinfer.tuning.data import Sample, TrainingData
+    from vllm_specinfer.tuning.head import train, write_head
+    from vllm_specinfer.tuning.settings import HeadSettings
+
+    model = LlamaForCausalLM.from_pretrained(target)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (num_prompts, 4), generator=generator)
+    with torch.inference_mode():
+        for _ in range(length):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    samples = [Sample(row[:4], row[4:]) for row in ids.tolist()]
+    data = TrainingData(samples[4:], samples[:4], list(range(VOCAB)))
+    settings = HeadSettings(
+        target, "", epochs=epochs, batch_size=8, learning_rate=2e-3, draft_vocab=0
+    )
+    folder.mkdir()
+    num_threads = torch.get_num_threads()
+    # Tiny matrices gain nothing from a second core.
+    torch.set_num_threads(1)
+    head, losses, rates = train(folder, model, settings, data)
+    torch.set_num_threads(num_threads)
+    print(f"loss {losses[0][1]} to {losses[-1][1]}, hit rates {rates}")
+    write_head(folder / "head", head, None)
+    return str(folder / "head")

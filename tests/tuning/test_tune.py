@@ -15,7 +15,7 @@ from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.tuning.data import Sample, read_prompts, read_samples
 from vllm_specinfer.tuning.model import IGNORED, Windows, collate, windows_hit
-from vllm_specinfer.tuning.settings import Settings, open_pool
+from vllm_specinfer.tuning.settings import PoolSettings, open_folder
 
 NUM_PROMPTS = 40
 
@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     second = run(command(target, out))
     log, _ = second.communicate(timeout=300)
     assert second.returncode == 0, log
-    assert "pool in" in log
+    assert "ssm in" in log
     assert (out / "ssm0" / "model.safetensors").stat().st_mtime == weights.st_mtime
     assert (out / "samples.jsonl").read_bytes() == samples
 
@@ -162,7 +162,7 @@ def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
 
 def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys):
     out = tmp_path / "pool"
-    open_pool(out, Settings(*target), [])
+    open_folder(out, PoolSettings(*target), [])
     begun = (out / "tuning.json").read_bytes()
     refused = {
         "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
@@ -181,7 +181,7 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     assert cli.main(command(target, tmp_path / "full")) == 1
-    assert "must be empty or a pool begun before" in capsys.readouterr().err
+    assert "must be empty or begun before" in capsys.readouterr().err
     assert not read_samples(tmp_path / "full")
 
 

@@ -23,6 +23,7 @@ class Frontier:
         requests: [F] index of the request, ascending.
         tokens: [F] int64.
         nodes: [F] the candidate each of them is.
+        parents: [F] the row of the pass before that each is a child of.
         depth: Depth of all of them; the root's children have depth 1.
         scratch: [F] where the node's K/V goes: slots after the request's last token.
         ancestor_bits: [F, W] int64, the scratch slots each node sees.
@@ -31,6 +32,7 @@ class Frontier:
     requests: np.ndarray
     tokens: np.ndarray
     nodes: np.ndarray
+    parents: np.ndarray
     depth: int
     scratch: np.ndarray
     ancestor_bits: np.ndarray
@@ -154,6 +156,8 @@ class TreeGrowth:
         if not mask.any():
             return None
         bits = self._bits[rows, chosen // children].copy()
+        row_of = np.cumsum(self._mask).reshape(self._mask.shape) - 1
+        parents = row_of[rows, chosen // children][mask]
         where = scratch[mask]
         own = np.zeros((len(where), self._words), np.uint64)
         own[np.arange(len(where)), where // WORD_BITS] = np.uint64(1) << (
@@ -169,6 +173,7 @@ class TreeGrowth:
             requests=np.nonzero(mask)[0],
             tokens=self._found.tokens[rows, self._columns][mask],
             nodes=self._columns[mask],
+            parents=parents,
             depth=self._depth,
             scratch=where,
             ancestor_bits=bits[mask].view(np.int64),

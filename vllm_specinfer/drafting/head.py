@@ -36,31 +36,28 @@ class DraftHead:
         """
         self._model = model
         self._tokens: torch.Tensor | None = None
-        file = get_hf_file_to_dict(DRAFT_VOCAB_FILE, config.model, config.revision)
-        if file is None:
-            return
-        tokens = file.get("tokens") if isinstance(file, dict) else None
-        vocab_size = config.get_vocab_size()
-        if (
-            not isinstance(tokens, list)
-            or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
-            or not 1 <= len(tokens) == len(set(tokens))
-        ):
-            raise ValueError(
-                f"{DRAFT_VOCAB_FILE} of the SSM {config.model!r} must be "
-                f'{{"tokens": [...]}} with distinct ids below {vocab_size}'
-            )
         head = getattr(model, "lm_head", None)
         processor = getattr(model, "logits_processor", None)
-        if (
-            getattr(head, "weight", None) is None
-            or not head.weight.is_floating_point()
-            or head.weight.shape[0] < vocab_size
-            or getattr(head, "bias", None) is not None
-            or getattr(processor, "soft_cap", 0) is not None
-            or getattr(processor, "scale", 0) != 1.0
-            or get_tensor_model_parallel_world_size() > 1
-        ):
+        plain = (
+            getattr(head, "weight", None) is not None
+            and head.weight.is_floating_point()
+            and getattr(head, "bias", None) is None
+            and getattr(processor, "soft_cap", 0) is None
+            and getattr(processor, "scale", 0) == 1.0
+            and get_tensor_model_parallel_world_size() == 1
+        )
+        offsets = getattr(model, "draft_id_to_target_id", None)
+        if offsets is not None:
+            # An EAGLE-3 head whose rows are for a vocabulary of its own.
+            if plain:
+                own = torch.arange(len(offsets), device=offsets.device)
+                self._tokens, order = (own + offsets.data).sort()
+                self._rows = head.weight.data[order].to(torch.bfloat16)
+            return
+        tokens = _read_draft_vocab(config)
+        if tokens is None:
+            return
+        if not plain or head.weight.shape[0] < config.get_vocab_size():
             logger.warning(
                 "%s of the SSM %r is not used: its head is sharded, quantised, scaled, "
                 "capped or biased",
@@ -93,3 +90,26 @@ class DraftHead:
         values, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
         values = values - logits.logsumexp(dim=-1, keepdim=True)
         return values, tokens if self._tokens is None else self._tokens[tokens]
+
+
+def _read_draft_vocab(config: ModelConfig) -> list[int] | None:
+    """The draft vocabulary beside the weights, if there is one.
+
+    Raises:
+        ValueError: It is not a list of distinct token ids.
+    """
+    file = get_hf_file_to_dict(DRAFT_VOCAB_FILE, config.model, config.revision)
+    if file is None:
+        return None
+    tokens = file.get("tokens") if isinstance(file, dict) else None
+    vocab_size = config.get_vocab_size()
+    if (
+        not isinstance(tokens, list)
+        or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
+        or not 1 <= len(tokens) == len(set(tokens))
+    ):
+        raise ValueError(
+            f"{DRAFT_VOCAB_FILE} of the SSM {config.model!r} must be "
+            f'{{"tokens": [...]}} with distinct ids below {vocab_size}'
+        )
+    return tokens

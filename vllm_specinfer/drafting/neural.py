@@ -51,11 +51,13 @@ class NeuralSource:
         """A request starts in a slot."""
         self.ssm.start(slot, request)
 
+    def note(self, step: DraftStep) -> None:
+        """A step was verified, whether drafts are asked for or not."""
+        self.ssm.note(step)
+
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Catch up with the whole batch, grow the trees of R requests."""
-        hidden = self.ssm.catch_up(
-            step.slots, step.all_token_ids, step.num_tokens, step.growing
-        )
+        hidden = self.ssm.catch_up(step)
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
         growth = TreeGrowth(
             self._tree,

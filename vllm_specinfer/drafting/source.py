@@ -1,12 +1,14 @@
 """What every source of trees has in common.
 
-Dimension legend: B requests of the batch, R of them get a tree, S request slots.
+Dimension legend: B requests of the batch, R of them get a tree, S request slots, n
+tokens of the target's pass, D width of their states.
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import DraftRows
@@ -32,6 +34,9 @@ class DraftStep:
         decodes_only: No request of the batch is inside its prompt or just started.
         tests_draws: Children of sampled requests are tested against what they were
             drawn from ("mss" and "rrs").
+        states: [n, D] the target's states of the tokens that it ran in this step and
+            that stay, request by request; None where nobody reads them.
+        state_starts: [B + 1] where each request's begin; None likewise.
     """
 
     slots: np.ndarray
@@ -41,6 +46,8 @@ class DraftStep:
     all_token_ids: np.ndarray
     decodes_only: bool
     tests_draws: bool
+    states: torch.Tensor | None = None
+    state_starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

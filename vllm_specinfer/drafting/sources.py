@@ -87,6 +87,8 @@ class SourceSet:
             The trees, and per request the draws below each node, `ROOT` included, one
             item per source.
         """
+        for source in self.ssms:
+            source.note(step)
         num_reqs = len(step.growing)
         least = np.full(num_reqs, self._least)
         proposals, asks = [], False

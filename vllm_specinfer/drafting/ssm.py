@@ -4,7 +4,7 @@ Dimension legend: S request slots, B requests of the batch, R of them get a tree
 of one pass, M likeliest tokens of a row, W 64-bit words per bit row.
 
 The SSM's layers live in the target's block table. Its K/V of a request is valid for the
-first `_num_caught_up` tokens; a growing tree uses the slots after the last token as
+first `_num_caught_up` rows; a growing tree uses the slots after the last row as
 scratch, which the next catch-up pass overwrites.
 """
 
@@ -25,11 +25,17 @@ from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
+from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.written import WrittenBlocks
 
 
 class NeuralSSM:
-    """One SSM with its attention layers and K/V book-keeping."""
+    """One SSM with its attention layers and K/V book-keeping.
+
+    Row r of a request reads token r + `lookahead`; its K/V is in slot r.
+    """
+
+    lookahead = 0
 
     def __init__(
         self, model: nn.Module, vllm_config: VllmConfig, layer_names: set[str]
@@ -48,8 +54,8 @@ class NeuralSSM:
         self._layer_names = layer_names
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
-        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self._num_caught_up = np.zeros(self._max_num_reqs, np.int64)
+        self._scheduler_config = vllm_config.scheduler_config
+        self._num_caught_up = np.zeros(self._scheduler_config.max_num_seqs, np.int64)
 
     def bind(
         self,
@@ -88,49 +94,47 @@ class NeuralSSM:
         self._block_tables = block_tables
         self._block_size = block_tables.block_sizes[used[0]]
         self._written = WrittenBlocks(
-            kv_cache_config.num_blocks, self._block_size, self._max_num_reqs
+            kv_cache_config.num_blocks,
+            self._block_size,
+            self._scheduler_config.max_num_seqs,
         )
         return attn_groups
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
-        cached = request.prefill_token_ids[: request.num_computed_tokens]
+        first, last = self.lookahead, request.num_computed_tokens + self.lookahead
+        cached = request.prefill_token_ids[first:last]
         self._num_caught_up[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
         )
 
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """[R] scratch slots after the last token that the request owns."""
+        """[R] scratch slots after the last row that the request owns."""
         held = self._block_tables.num_blocks.np[self._group_id, slots]
-        return np.minimum(held * self._block_size, self.max_model_len) - num_tokens
+        most = np.minimum(held * self._block_size, self.max_model_len)
+        return most - num_tokens + self.lookahead
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
-        hidden = self._run(input_ids, positions, None, None)
+        states = self._dummy_states(len(input_ids))
+        hidden = self._run(input_ids, positions, None, None, states)
         self._head.likeliest(hidden[:1], 1)
 
-    def catch_up(
-        self,
-        slots: np.ndarray,
-        all_token_ids: np.ndarray,
-        num_tokens: np.ndarray,
-        growing: np.ndarray,
-    ) -> torch.Tensor:
+    def note(self, step: DraftStep) -> None:
+        """A step was verified, whether the SSM is asked for drafts or not."""
+
+    def catch_up(self, step: DraftStep) -> torch.Tensor:
         """Run every token the SSM has not seen, ragged over the batch.
 
-        Args:
-            slots: [B] request slots.
-            all_token_ids: [S, max_model_len] tokens of all slots.
-            num_tokens: [B] tokens to be caught up with.
-            growing: [R] batch indices whose last hidden state is wanted, ascending.
-
         Returns:
-            [R, hidden] hidden states of their last tokens.
+            [R, hidden] hidden states of the growing requests' last tokens.
         """
+        slots, growing = step.slots, step.growing
+        num_rows = step.num_tokens - self.lookahead
         first = self._num_caught_up[slots]
         # Whoever wants a hidden state runs at least its last token.
-        first[growing] = np.minimum(first[growing], num_tokens[growing] - 1)
-        counts = np.maximum(num_tokens - first, 0)
+        first[growing] = np.minimum(first[growing], num_rows[growing] - 1)
+        counts = np.maximum(num_rows - first, 0)
         part = np.flatnonzero(counts)
         if not len(part):
             return torch.empty(0, 0)
@@ -139,26 +143,27 @@ class NeuralSSM:
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         row_slots = np.repeat(slots, counts)
-        tokens = all_token_ids[row_slots, positions]
+        tokens = step.all_token_ids[row_slots, positions + self.lookahead]
         kv_slots = self._kv_slots(row_slots, positions)
         metadata = self._causal_metadata(
-            part, starts, num_tokens[part].astype(np.int32), positions, kv_slots
+            part, starts, num_rows[part].astype(np.int32), positions, kv_slots
         )
+        wanted = torch.from_numpy(starts[1:] - 1)[np.searchsorted(part, growing)]
         hidden = self._run(
             torch.from_numpy(tokens),
             torch.from_numpy(positions),
             metadata,
             kv_slots,
+            self._states(slots, first, counts),
         )
-        self._num_caught_up[slots] = num_tokens[part]
+        self._num_caught_up[slots] = num_rows[part]
         table = self._block_tables.block_tables[self._group_id].gpu.numpy()
         size = self._block_size
-        for i in np.flatnonzero(first // size < num_tokens[part] // size):
+        for i in np.flatnonzero(first // size < num_rows[part] // size):
             slot = int(slots[i])
-            known = all_token_ids[slot, : num_tokens[part[i]]]
+            known = step.all_token_ids[slot, self.lookahead : step.num_tokens[part[i]]]
             self._written.complete(slot, table[slot], known)
-        last = starts[1:] - 1
-        return hidden[torch.from_numpy(last[np.searchsorted(part, growing)])]
+        return self._last(hidden, wanted)
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
@@ -174,15 +179,16 @@ class NeuralSSM:
             [F, hidden] hidden states.
         """
         self.num_levels += 1
+        num_rows = num_tokens - self.lookahead
         requests = frontier.requests
         counts = np.bincount(requests, minlength=len(slots))
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        flat = num_tokens[requests] + frontier.scratch
+        flat = num_rows[requests] + frontier.scratch
         used = np.zeros(len(slots), np.int32)
         np.maximum.at(used, requests, frontier.scratch.astype(np.int32) + 1)
         kv_slots = self._kv_slots(slots[requests], flat)
-        context = torch.from_numpy(num_tokens.astype(np.int32))
+        context = torch.from_numpy(num_rows.astype(np.int32))
         seq_lens = context + torch.from_numpy(used)
         metadata = TreeAttentionMetadata(
             num_actual_tokens=len(requests),
@@ -201,12 +207,13 @@ class NeuralSSM:
             ),
         )
         # A node's position id is its depth, not its scratch slot.
-        positions = num_tokens[requests] - 1 + frontier.depth
+        positions = num_rows[requests] - 1 + frontier.depth
         return self._run(
             torch.from_numpy(frontier.tokens.astype(np.int32)),
             torch.from_numpy(positions),
             dict.fromkeys(self._layer_names, metadata),
             kv_slots,
+            self._states_of_parents(frontier),
         )
 
     def likeliest(
@@ -265,6 +272,7 @@ class NeuralSSM:
         positions: torch.Tensor,
         metadata: dict[str, object] | None,
         kv_slots: np.ndarray | None,
+        states: torch.Tensor | None,
     ) -> torch.Tensor:
         slot_mapping = None
         if kv_slots is not None:
@@ -279,5 +287,31 @@ class NeuralSSM:
             slot_mapping=slot_mapping,
             batch_descriptor=BatchDescriptor(num_tokens=num_rows),
         ):
-            hidden = self.model(input_ids=input_ids, positions=positions)
+            return self._forward(input_ids, positions, states)
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The model's pass; an SSM has no use for states."""
+        hidden = self.model(input_ids=input_ids, positions=positions)
         return hidden[0] if isinstance(hidden, tuple) else hidden
+
+    def _states(
+        self, slots: np.ndarray, first: np.ndarray, counts: np.ndarray
+    ) -> torch.Tensor | None:
+        """What the rows of a catch-up pass read besides their tokens."""
+        return None
+
+    def _dummy_states(self, num_rows: int) -> torch.Tensor | None:
+        return None
+
+    def _states_of_parents(self, frontier: Frontier) -> torch.Tensor | None:
+        """What the nodes of a level read besides their tokens."""
+        return None
+
+    def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of a catch-up pass, the rows that trees grow from."""
+        return hidden[rows]

@@ -3,14 +3,15 @@
 Dimension legend: none; samples are ragged lists.
 """
 
+import collections
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer.tuning.settings import Settings
+from vllm_specinfer.tuning.settings import Training, open_folder
 
 SAMPLES_FILE = "samples.jsonl"
 MAX_PROMPT_TOKENS = 1024
@@ -23,6 +24,47 @@ class Sample:
 
     prompt: list[int]
     answer: list[int]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The target's continuations.
+
+    Attributes:
+        training: To learn from.
+        validation: Held out; the first prompts of the file.
+        draft_vocab: The commonest tokens of the training answers, ascending.
+    """
+
+    training: list[Sample]
+    validation: list[Sample]
+    draft_vocab: list[int]
+
+
+def prepare(
+    out: Path, settings: Training, command: Sequence[str], tokenizer: Any
+) -> TrainingData:
+    """Begin a folder or go on with one, up to the target's continuations.
+
+    Raises:
+        ValueError: The input cannot be used, or the folder holds something else.
+        OSError: A file is missing or the disk is full.
+    """
+    prompts = read_prompts(Path(settings.prompts), tokenizer)
+    prompts = prompts[: settings.max_prompts or None]
+    if len(prompts) < 2:
+        raise ValueError(
+            f"{settings.prompts} must hold at least two prompts, one of them for "
+            f"validation; got {len(prompts)}"
+        )
+    open_folder(out, settings, command)
+    samples = [s for s in generate(out, settings, prompts) if s.answer]
+    held_out = max(1, round(len(samples) * settings.validation))
+    validation, training = samples[:held_out], samples[held_out:]
+    counts = collections.Counter(t for s in training for t in s.answer)
+    commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]
+    vocab = sorted(commonest) if settings.draft_vocab else list(range(len(tokenizer)))
+    return TrainingData(training, validation, vocab)
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
@@ -94,7 +136,7 @@ def read_samples(out: Path) -> list[Sample]:
     return samples
 
 
-def generate(out: Path, settings: Settings, prompts: list[list[int]]) -> list[Sample]:
+def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sample]:
     """The target's greedy continuations, appended to the samples of an earlier run.
 
     Raises:

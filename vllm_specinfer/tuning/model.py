@@ -4,9 +4,7 @@ Dimension legend: B continuations, T tokens of the longest, H hidden size, V' ro
 the reduced head.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +16,16 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
 )
 
 from vllm_specinfer.tuning.data import Sample
-from vllm_specinfer.tuning.settings import Settings
+from vllm_specinfer.tuning.settings import PoolSettings
 
 HEAD_SIZE = 64
 IGNORED = -100
 
 
-def first_weights(settings: Settings) -> torch.nn.Module:
+def first_weights(settings: PoolSettings) -> torch.nn.Module:
     """The base SSM, or a new Llama whose embedding is the target's, projected.
 
     Raises:
@@ -94,6 +89,7 @@ class Windows(torch.utils.data.Dataset):
             labels = np.where(known, IGNORED, sample.answer)
             ids = sample.prompt + sample.answer
             self._rows.append((ids, [IGNORED] * len(sample.prompt) + labels.tolist()))
+        self.lengths = [len(ids) for ids, _ in self._rows]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,19 +109,12 @@ def collate(rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tens
     return {"input_ids": ids, "labels": labels}
 
 
-class WindowTrainer(Trainer):
-    """transformers' Trainer with a loss over the reduced head's rows only."""
-
-    def __init__(self, *args: Any, draft_vocab: torch.Tensor, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._draft_vocab = draft_vocab
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Cross-entropy of the wanted tokens that the reduced head has."""
-        logits, wanted = wanted_logits(model, inputs, self._draft_vocab)
-        return cross_entropy(logits, wanted) if len(wanted) else logits.sum() * 0
+def loss(
+    ssm: Any, inputs: dict[str, torch.Tensor], draft_vocab: torch.Tensor
+) -> torch.Tensor:
+    """Cross-entropy of the wanted tokens that the reduced head has."""
+    logits, wanted = wanted_logits(ssm, inputs, draft_vocab)
+    return cross_entropy(logits, wanted) if len(wanted) else logits.sum() * 0
 
 
 def wanted_logits(
@@ -181,78 +170,3 @@ def windows_hit(hit: np.ndarray, length: int) -> np.ndarray:
     """[windows] bool: every token of the window is hit; the last one may be short."""
     padded = np.pad(hit, (0, -len(hit) % length), constant_values=True)
     return padded.reshape(-1, length).all(axis=1)
-
-
-class Losses(TrainerCallback):
-    """Notes the training loss of each logged step."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the Trainer."""
-        logged = [r for r in state.log_history if "loss" in r]
-        self.rows = [(r["step"], r["loss"]) for r in logged]
-
-
-def train(
-    ssm: torch.nn.Module,
-    data: Windows,
-    settings: Settings,
-    draft_vocab: torch.Tensor,
-    folder: Path,
-) -> list[tuple[int, float]]:
-    """Fit one SSM, going on from its last whole checkpoint in `folder`.
-
-    Returns:
-        Steps and their training losses.
-    """
-    steps = max(1, len(data) * settings.epochs // settings.batch_size)
-    losses = Losses()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=settings.epochs,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(100, steps // 10),
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        logging_steps=max(1, steps // 50),
-        save_steps=max(1, steps // 10),
-        save_total_limit=2,
-        seed=settings.seed,
-        report_to=[],
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    trainer = WindowTrainer(
-        model=ssm,
-        args=arguments,
-        train_dataset=data,
-        data_collator=collate,
-        callbacks=[losses],
-        draft_vocab=draft_vocab,
-    )
-    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
-    return losses.rows
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that a kill did not cut off, if there is one."""
-    whole = [
-        (int(state.parent.name.rpartition("-")[2]), state.parent)
-        for state in folder.glob("checkpoint-*/trainer_state.json")
-        if _is_json(state)
-    ]
-    return str(max(whole)[1]) if whole else None
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        json.loads(file.read_text())
-    except ValueError:
-        return False
-    return True

@@ -4,8 +4,8 @@ Everything that takes long is written down when it is done, and whole or not at 
 killed run goes on where it was when the same command is given again.
 """
 
-import collections
 import csv
+import functools
 import json
 import shutil
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ import torch
 from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
 from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import model
-from vllm_specinfer.tuning.data import Sample, generate, read_prompts
+from vllm_specinfer.tuning.data import TrainingData, prepare
+from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.settings import (
     CHECKPOINT_COPIES,
-    Settings,
+    PoolSettings,
     check_disk,
-    open_pool,
     write_json,
 )
+from vllm_specinfer.tuning.training import fit
 
-CURVES_FILE = "curves.csv"
 ROUND_FILE = "round.json"
 
 
@@ -53,7 +53,7 @@ class Round:
     marked: float
 
 
-def tune(out: Path, settings: Settings, command: Sequence[str]) -> list[Round]:
+def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Round]:
     """Tune a pool, or go on with one.
 
     Args:
@@ -72,38 +72,26 @@ def tune(out: Path, settings: Settings, command: Sequence[str]) -> list[Round]:
 
     tokenizer = AutoTokenizer.from_pretrained(settings.target)
     _check_base(settings, tokenizer)
-    prompts = read_prompts(Path(settings.prompts), tokenizer)
-    prompts = prompts[: settings.max_prompts or None]
-    if len(prompts) < 2:
-        raise ValueError(
-            f"{settings.prompts} must hold at least two prompts, one of them for "
-            f"validation; got {len(prompts)}"
-        )
-    open_pool(out, settings, command)
-    samples = [s for s in generate(out, settings, prompts) if s.answer]
-    held_out = max(1, round(len(samples) * settings.validation))
-    validation, training = samples[:held_out], samples[held_out:]
-    draft_vocab = _draft_vocab(training, settings, len(tokenizer))
-    pool = _Pool(out, settings, tokenizer, training, validation, draft_vocab)
-    return pool.run()
+    data = prepare(out, settings, command, tokenizer)
+    return _Pool(out, settings, tokenizer, data).run()
 
 
 class _Pool:
     def __init__(
         self,
         out: Path,
-        settings: Settings,
+        settings: PoolSettings,
         tokenizer: Any,
-        training: list[Sample],
-        validation: list[Sample],
-        draft_vocab: torch.Tensor,
+        data: TrainingData,
     ) -> None:
         self._out, self._settings, self._tokenizer = out, settings, tokenizer
-        self._training, self._validation = training, validation
-        self._draft_vocab = draft_vocab
+        self._training, self._validation = data.training, data.validation
+        self._draft_vocab = torch.tensor(data.draft_vocab)
         length = settings.compare_length
-        self._marks = [np.zeros(-(-len(s.answer) // length), bool) for s in training]
-        self._pool_hits = [np.zeros(len(s.answer), bool) for s in validation]
+        self._marks = [
+            np.zeros(-(-len(s.answer) // length), bool) for s in self._training
+        ]
+        self._pool_hits = [np.zeros(len(s.answer), bool) for s in self._validation]
 
     def run(self) -> list[Round]:
         rounds: list[Round] = []
@@ -139,7 +127,8 @@ class _Pool:
         checkpoints = self._out / "checkpoints" / folder.name
         losses = []
         if number or not settings.keep_base:
-            losses = model.train(ssm, data, settings, self._draft_vocab, checkpoints)
+            loss = functools.partial(model.loss, draft_vocab=self._draft_vocab)
+            losses = fit(ssm, loss, data, model.collate, settings, checkpoints)
         unfinished = self._out / "checkpoints" / f"{folder.name}.unfinished"
         ssm.to(torch.bfloat16).save_pretrained(unfinished)
         self._tokenizer.save_pretrained(unfinished)
@@ -177,7 +166,7 @@ class _Pool:
         )
 
 
-def _check_base(settings: Settings, tokenizer: Any) -> None:
+def _check_base(settings: PoolSettings, tokenizer: Any) -> None:
     """A base must have the target's tokenizer."""
     if settings.base is None:
         return
@@ -191,17 +180,6 @@ def _check_base(settings: Settings, tokenizer: Any) -> None:
             f"base must have the tokenizer of the target {settings.target!r}; got "
             f"another one in {settings.base!r}"
         )
-
-
-def _draft_vocab(
-    samples: list[Sample], settings: Settings, vocab_size: int
-) -> torch.Tensor:
-    """[V'] the commonest tokens of the answers, ascending; all of them for 0."""
-    counts = collections.Counter(t for s in samples for t in s.answer)
-    if not settings.draft_vocab:
-        return torch.arange(vocab_size)
-    commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]
-    return torch.tensor(sorted(commonest))
 
 
 def _write_pool(out: Path, rounds: list[Round]) -> None:
@@ -220,29 +198,10 @@ def _write_pool(out: Path, rounds: list[Round]) -> None:
             for step, loss in r.losses:
                 writer.writerow([number, step, loss, "", "", ""])
             writer.writerow([number, "", "", r.hit_rate, r.pool_hit_rate, r.marked])
-    _plot(out, rounds)
-
-
-def _plot(out: Path, rounds: list[Round]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("curves.png needs matplotlib: pip install 'vllm-specinfer[plot]'")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
-    for number, r in enumerate(rounds, start=1):
-        if r.losses:
-            left.plot(*zip(*r.losses, strict=True), label=f"round {number}")
-    left.set(xlabel="step", ylabel="training loss", title="Loss on unmarked windows")
-    left.legend()
-    numbers = [str(n) for n in range(1, len(rounds) + 1)]
-    right.bar(numbers, [r.pool_hit_rate for r in rounds], label="pool so far")
-    right.plot(numbers, [r.hit_rate for r in rounds], "o", color="black", label="SSM")
-    right.set(xlabel="round", title="Validation tokens hit first", ylim=(0, 1))
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(out / "curves.png", dpi=120)
-    pyplot.close(figure)
+    plot_curves(
+        out,
+        {f"round {number}": r.losses for number, r in enumerate(rounds, start=1)},
+        ("pool so far", [r.pool_hit_rate for r in rounds]),
+        ("SSM", [r.hit_rate for r in rounds]),
+        "round",
+    )

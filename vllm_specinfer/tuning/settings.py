@@ -15,24 +15,16 @@ CHECKPOINT_COPIES = 8
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One pool.
+class Training:
+    """What every kind of source is trained with.
 
     Attributes:
         target: Folder or hub id of the target.
         prompts: JSONL or text file of prompts.
-        num_ssms: Rounds of boost-tuning, an SSM each.
-        base: Folder of the SSM to start every round from; None for a new one.
-        keep_base: The base is the pool's first SSM as it is, so one round is no more
-            than marking what it continues already.
-        layers: Layers of a new SSM.
-        hidden: Hidden size of a new SSM, a multiple of 64.
         draft_vocab: Rows of the reduced head, the commonest tokens; 0 for all.
         max_prompts: Most prompts to use; 0 for all.
         max_tokens: Tokens of each continuation.
-        compare_length: Tokens of a window: it is marked once an SSM continues all of
-            it as the target does.
-        epochs: Passes over the unmarked windows, per round.
+        epochs: Passes over the continuations.
         learning_rate: Of AdamW, with cosine decay.
         batch_size: Continuations per optimiser step.
         validation: Part of the prompts held out for the curves.
@@ -41,33 +33,57 @@ class Settings:
 
     target: str
     prompts: str
-    num_ssms: int = 2
-    base: str | None = None
-    keep_base: bool = False
-    layers: int = 2
-    hidden: int = 192
     draft_vocab: int = 8192
     max_prompts: int = 0
     max_tokens: int = 128
-    compare_length: int = 4
     epochs: int = 2
     learning_rate: float = 1e-3
     batch_size: int = 16
     validation: float = 0.05
     seed: int = 0
 
+    # Fields that count something.
+    _counts = ("max_tokens", "epochs", "batch_size")
+
     def __post_init__(self) -> None:
-        counts = ("num_ssms", "layers", "max_tokens", "compare_length", "epochs")
-        for name in (*counts, "batch_size"):
+        for name in self._counts:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
-        if self.hidden < 64 or self.hidden % 64:
-            raise ValueError(f"hidden must be a multiple of 64; got {self.hidden}")
         if not 0 < self.validation < 1:
             raise ValueError(
                 f"validation must be between 0 and 1; got {self.validation}"
             )
+
+
+@dataclass(frozen=True)
+class PoolSettings(Training):
+    """One pool of SSMs; an epoch is a pass over what is unmarked.
+
+    Attributes:
+        num_ssms: Rounds of boost-tuning, an SSM each.
+        base: Folder of the SSM to start every round from; None for a new one.
+        keep_base: The base is the pool's first SSM as it is, so one round is no more
+            than marking what it continues already.
+        layers: Layers of a new SSM.
+        hidden: Hidden size of a new SSM, a multiple of 64.
+        compare_length: Tokens of a window: it is marked once an SSM continues all of
+            it as the target does.
+    """
+
+    num_ssms: int = 2
+    base: str | None = None
+    keep_base: bool = False
+    layers: int = 2
+    hidden: int = 192
+    compare_length: int = 4
+
+    _counts = (*Training._counts, "num_ssms", "layers", "compare_length")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 64 or self.hidden % 64:
+            raise ValueError(f"hidden must be a multiple of 64; got {self.hidden}")
         if self.keep_base and self.base is None:
             raise ValueError("keep_base needs a base; got none")
         if self.compare_length > self.max_tokens:
@@ -77,8 +93,23 @@ class Settings:
             )
 
 
-def open_pool(out: Path, settings: Settings, command: Sequence[str]) -> None:
-    """Begin a pool folder, or go on with one that was begun with the same settings.
+@dataclass(frozen=True)
+class HeadSettings(Training):
+    """One EAGLE-3 head.
+
+    Attributes:
+        unroll: Depths that are trained: the head's own states feed all but the first.
+        compile: Compile the target and the head: minutes at the start, twice the speed.
+    """
+
+    unroll: int = 3
+    compile: bool = False
+
+    _counts = (*Training._counts, "unroll")
+
+
+def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
+    """Begin a folder, or go on with one that was begun with the same settings.
 
     Raises:
         ValueError: The folder holds something else.
@@ -98,7 +129,7 @@ def open_pool(out: Path, settings: Settings, command: Sequence[str]) -> None:
             )
         return
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} must be empty or a pool begun before; got other files")
+        raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "settings": wanted,

@@ -1,0 +1,108 @@
+"""An EAGLE head as an SSM: it reads the target's hidden states beside the tokens.
+
+Row r reads token r + 1 and the target's state of token r, and predicts token r + 2, as
+in vLLM (vllm/v1/worker/gpu/spec_decode/eagle). The child of a node reads the head's own
+state of its parent.
+
+The target computes a token's state once, so what the head does not read at once is
+kept until it does. Where a state is lost (a block of vLLM's prefix cache that the head
+had not come to), zeros stand for it: the draft is worse, the output is the same.
+
+Dimension legend: B requests of the batch, n tokens that the target ran and kept, F rows
+of one pass, D width of what the head reads, H its hidden size.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_specinfer.drafting.growth import Frontier
+from vllm_specinfer.drafting.source import DraftStep
+from vllm_specinfer.drafting.ssm import NeuralSSM
+
+
+class EagleHead(NeuralSSM):
+    """One EAGLE or EAGLE-3 head."""
+
+    lookahead = 1
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        layer_names: set[str],
+        width: int,
+    ) -> None:
+        """Wrap a loaded head; `bind` must follow before it drafts.
+
+        Args:
+            model: vLLM's model of the head.
+            vllm_config: The config to run forward passes under.
+            layer_names: Its attention layers.
+            width: Of what it reads of each token's states (D).
+        """
+        super().__init__(model, vllm_config, layer_names)
+        self._width = width
+        self._most_kept = self._scheduler_config.max_num_batched_tokens
+        self._dtype = vllm_config.model_config.dtype
+        # By slot: the states [rows, D] of its last rows, not yet read.
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        # The head's own states [F, H] of its last pass.
+        self._own = torch.empty(0, 0)
+
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot; cached blocks may hold the head's K/V, too."""
+        super().start(slot, request)
+        self._kept.pop(slot, None)
+
+    def note(self, step: DraftStep) -> None:
+        """Keep the states of the step, or read them all once there are too many."""
+        counts = np.diff(step.state_starts)
+        for slot, states in zip(
+            step.slots.tolist(), step.states.split(counts.tolist()), strict=True
+        ):
+            self._kept.setdefault(slot, []).append(states)
+        num_kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
+        if num_kept > self._most_kept:
+            self.catch_up(step)
+            # Of requests that wait or are gone.
+            self._kept.clear()
+
+    def _states(
+        self, slots: np.ndarray, first: np.ndarray, counts: np.ndarray
+    ) -> torch.Tensor:
+        parts = []
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            kept = self._kept.pop(slot, [])
+            lost = count - sum(map(len, kept))
+            parts += [self._zeros(lost), *kept]
+        return self._combined(torch.cat(parts))
+
+    def _zeros(self, num_rows: int) -> torch.Tensor:
+        return torch.zeros(num_rows, self._width, dtype=self._dtype)
+
+    def _combined(self, states: torch.Tensor) -> torch.Tensor:
+        """[F, H] of [F, D]: EAGLE-3 mixes the states of several layers."""
+        combine = getattr(self.model, "combine_hidden_states", None)
+        return states if combine is None else combine(states)
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor | None,
+    ) -> torch.Tensor:
+        hidden, self._own = self.model(input_ids, positions, states)
+        return hidden
+
+    def _dummy_states(self, num_rows: int) -> torch.Tensor:
+        return self._combined(self._zeros(num_rows))
+
+    def _states_of_parents(self, frontier: Frontier) -> torch.Tensor:
+        return self._own[torch.from_numpy(frontier.parents)]
+
+    def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self._own = self._own[rows]
+        return hidden[rows]

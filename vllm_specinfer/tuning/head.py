@@ -1,0 +1,146 @@
+"""Tuning an EAGLE-3 head, and the folder it leaves behind."""
+
+import csv
+import functools
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
+from vllm_specinfer.sources import MANIFEST
+from vllm_specinfer.tuning import eagle
+from vllm_specinfer.tuning.data import TrainingData, prepare
+from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
+from vllm_specinfer.tuning.settings import HeadSettings, write_json
+from vllm_specinfer.tuning.states import STATES_FILE, write_states
+from vllm_specinfer.tuning.training import fit
+
+HEAD = "head"
+CHECKPOINTS = "checkpoints"
+
+
+def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list[float]:
+    """Tune a head, or go on with one.
+
+    Args:
+        out: The folder; the head itself is `out / HEAD`, for vLLM's method "eagle3",
+            too.
+        settings: What to tune.
+        command: The command line, for the record.
+
+    Returns:
+        Per depth: part of the validation tokens that are the head's likeliest.
+
+    Raises:
+        ValueError: The input cannot be used.
+        OSError: A file is missing or the disk is full.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    data = prepare(
+        out, settings, command, AutoTokenizer.from_pretrained(settings.target)
+    )
+    if (out / MANIFEST).is_file():
+        return json.loads((out / MANIFEST).read_text())["hit_rates"]
+    target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.bfloat16)
+    head, losses, rates = train(out, target, settings, data)
+    write_head(out / HEAD, head, data.draft_vocab if settings.draft_vocab else None)
+    _write_curves(out, losses, rates)
+    # Last: what it names is whole.
+    write_json(out / MANIFEST, {"ssms": [{"model": HEAD}], "hit_rates": rates})
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+    (out / STATES_FILE).unlink()
+    return rates
+
+
+def train(
+    out: Path, target: nn.Module, settings: HeadSettings, data: TrainingData
+) -> tuple[eagle.EagleHead, list[tuple[int, float]], list[float]]:
+    """Train a new head, going on from what is in the folder.
+
+    Args:
+        out: Keeps the target's states and checkpoints.
+        target: A transformers causal language model.
+        settings: How to train.
+        data: On what.
+
+    Returns:
+        The head, its steps and losses, and its hit rate per depth.
+    """
+    target.to("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(settings.seed)
+    head = eagle.EagleHead(eagle.head_config(target.config.get_text_config()))
+    eagle.start_from_last_layer(head, target)
+    head.to(target.device)
+    # Validation first: the order of the prompts.
+    read = torch.compile(target.base_model, dynamic=True)
+    states = write_states(
+        out / STATES_FILE,
+        read if settings.compile else target.base_model,
+        head.config.eagle_aux_hidden_state_layer_ids,
+        data.validation + data.training,
+    )
+    held_out = len(data.validation)
+    teacher = eagle.Teacher(
+        target, torch.tensor(data.draft_vocab, device=target.device)
+    )
+    if settings.compile:
+        head.unroll = torch.compile(head.unroll, dynamic=True)
+    losses = fit(
+        head,
+        functools.partial(eagle.loss, teacher=teacher, num_steps=settings.unroll),
+        states.part(held_out, None),
+        eagle.collate,
+        settings,
+        out / CHECKPOINTS,
+    )
+    rates = eagle.hits(
+        head,
+        teacher,
+        states.part(0, held_out),
+        settings.batch_size,
+        settings.unroll,
+    )
+    return head, losses, rates
+
+
+def write_head(
+    folder: Path, head: eagle.EagleHead, draft_vocab: list[int] | None
+) -> None:
+    """Write the checkpoint folder, the whole of it or nothing.
+
+    Args:
+        folder: The folder.
+        head: The head.
+        draft_vocab: Tokens that it drafts; None for all.
+    """
+    config, weights = eagle.checkpoint(head)
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    write_json(unfinished / "config.json", config)
+    save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+    if draft_vocab is not None:
+        write_json(unfinished / DRAFT_VOCAB_FILE, {"tokens": draft_vocab})
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def _write_curves(
+    out: Path, losses: list[tuple[int, float]], rates: list[float]
+) -> None:
+    with (out / CURVES_FILE).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss", "depth", "hit_rate"])
+        writer.writerows([step, loss, "", ""] for step, loss in losses)
+        writer.writerows(["", "", d, rate] for d, rate in enumerate(rates, start=1))
+    chances = [math.prod(rates[: d + 1]) for d in range(len(rates))]
+    plot_curves(
+        out, {HEAD: losses}, ("one more", rates), ("all so far", chances), "depth"
+    )

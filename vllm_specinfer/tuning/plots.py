@@ -1,0 +1,47 @@
+"""The curves of a training run, as a picture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+CURVES_FILE = "curves.csv"
+CURVES_PLOT = "curves.png"
+
+
+def plot_curves(
+    out: Path,
+    losses: Mapping[str, list[tuple[int, float]]],
+    bars: tuple[str, list[float]],
+    points: tuple[str, list[float]],
+    xlabel: str,
+) -> None:
+    """Draw losses by step and hit rates; says so where matplotlib is missing.
+
+    Args:
+        out: The folder for the picture.
+        losses: Per curve its steps and losses.
+        bars: Name and hit rates, from x = 1 on.
+        points: Another name and its hit rates.
+        xlabel: What x counts there.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"{CURVES_PLOT} needs matplotlib: pip install 'vllm-specinfer[plot]'")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    for name, rows in losses.items():
+        if rows:
+            left.plot(*zip(*rows, strict=True), label=name)
+    left.set(xlabel="step", ylabel="training loss", title="Training loss")
+    left.legend()
+    for (name, rates), draw in ((bars, right.bar), (points, right.scatter)):
+        numbers = [str(n) for n in range(1, len(rates) + 1)]
+        draw(numbers, rates, label=name, zorder=2)
+    right.set(xlabel=xlabel, title="Validation tokens hit first", ylim=(0, 1))
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(out / CURVES_PLOT, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,126 @@
+"""Fitting weights with transformers' Trainer, so that a killed run goes on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from vllm_specinfer.tuning.settings import Training
+
+
+class Lengths(Protocol):
+    """Rows to train on, and how long each of them is."""
+
+    lengths: list[int]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Any: ...
+
+
+Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def fit(
+    module: torch.nn.Module,
+    loss: Loss,
+    data: Lengths,
+    collate: Callable[[Any], dict[str, torch.Tensor]],
+    settings: Training,
+    folder: Path,
+) -> list[tuple[int, float]]:
+    """Lower a loss, going on from the last whole checkpoint in `folder`.
+
+    Args:
+        module: What is trained.
+        loss: Its loss on a batch.
+        data: What batches are made of; rows of like length go together.
+        collate: Makes one.
+        settings: Epochs, learning rate, batch size and seed.
+        folder: For checkpoints.
+
+    Returns:
+        Steps and their training losses.
+    """
+    steps = max(1, len(data) * settings.epochs // settings.batch_size)
+    losses = _Losses()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=settings.epochs,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(100, steps // 10),
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        logging_steps=max(1, steps // 50),
+        save_steps=max(1, steps // 10),
+        save_total_limit=2,
+        seed=settings.seed,
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+    trainer = _LossTrainer(
+        model=module,
+        args=arguments,
+        train_dataset=data,
+        data_collator=collate,
+        callbacks=[losses],
+        loss=loss,
+        lengths=data.lengths,
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+    return losses.rows
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that a kill did not cut off, if there is one."""
+    whole = [
+        (int(state.parent.name.rpartition("-")[2]), state.parent)
+        for state in folder.glob("checkpoint-*/trainer_state.json")
+        if _is_json(state)
+    ]
+    return str(max(whole)[1]) if whole else None
+
+
+class _LossTrainer(Trainer):
+    def __init__(
+        self, *args: Any, loss: Loss, lengths: list[int], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._loss, self._lengths = loss, lengths
+
+    def _get_train_sampler(self, *args: Any) -> LengthGroupedSampler:
+        # The Trainer's own one reads every row to find out its length.
+        return LengthGroupedSampler(self.args.train_batch_size, lengths=self._lengths)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._loss(model, inputs)
+
+
+class _Losses(TrainerCallback):
+    """Notes the training loss of each logged step."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logged = [r for r in state.log_history if "loss" in r]
+        self.rows = [(r["step"], r["loss"]) for r in logged]
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        json.loads(file.read_text())
+    except ValueError:
+        return False
+    return True
