@@ -10,6 +10,7 @@ joint distribution, computed in float64 by transformers.
 import argparse
 import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.e2e import engine
-from tests.e2e.models import noisy_copy, tiny_llama
+from tests.e2e.models import noisy_copy, tiny_llama, untrained_head
 
 VOCAB, LENGTH = 6, 3
 PROMPT = [2, 5, 1, 0, 3]
@@ -30,10 +31,14 @@ CONFIG = {
 }
 
 
-def models(folder: Path) -> tuple[str, str]:
-    """A target and an SSM, flat enough to draw every text now and then."""
+def models(folder: Path) -> dict[str, str]:
+    """A target, flat enough to draw every text now and then, an SSM and a head."""
     target = tiny_llama(folder / "target", seed=3, scale=2, vocab_size=VOCAB)
-    return target, noisy_copy(target, folder / "ssm", noise=2.0)
+    return {
+        "target": target,
+        "ssm": noisy_copy(target, folder / "ssm", noise=2.0),
+        "head": untrained_head(target, folder / "head"),
+    }
 
 
 @torch.inference_mode()
@@ -48,19 +53,18 @@ def joint(model: str, temperature: float) -> np.ndarray:
 
 
 def job(
-    pair: tuple[str, str],
+    models: dict[str, str],
     rule: str,
     draws: int,
     temperature: float = 1.0,
     mutation: str | None = None,
-    sources: int = 1,
+    sources: Sequence[str] = ("ssm",),
 ) -> dict:
-    """One engine job for `engine.run`; the SSM may be several sources that agree."""
+    """One engine job for `engine.run`; sources that are the same always agree."""
     sampling = {"temperature": temperature, "max_tokens": LENGTH, "ignore_eos": True}
-    target, ssm = pair
     return {
         "llm": {
-            "model": target,
+            "model": models["target"],
             "skip_tokenizer_init": True,
             "dtype": "float32",
             "max_model_len": 64,
@@ -68,7 +72,7 @@ def job(
             "enforce_eager": True,
             "speculative_config": {
                 "method": "specinfer",
-                "ssms": [ssm] * sources,
+                "ssms": [models[name] for name in sources],
                 "verification": rule,
                 **CONFIG,
             },
@@ -100,16 +104,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200_000)
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
-    parser.add_argument("--sources", type=int, default=1, help="copies of the SSM")
+    parser.add_argument(
+        "--sources", nargs="+", default=["ssm"], choices=["ssm", "head"]
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.5])
     args = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        pair = models(Path(folder))
+        made = models(Path(folder))
         for rule, temperature in itertools.product(args.rules, args.temperatures):
-            wanted = job(pair, rule, args.draws, temperature, sources=args.sources)
+            wanted = job(made, rule, args.draws, temperature, sources=args.sources)
             (result,) = engine.run([wanted], timeout=7200)
-            p = p_value(result, joint(pair[0], temperature))
+            p = p_value(result, joint(made["target"], temperature))
             rate = 1 + result["accepted"] / result["drafts"]
             print(
                 f"{rule} at temperature {temperature}: {args.draws} draws of {LENGTH} "

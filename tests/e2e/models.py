@@ -78,6 +78,19 @@ def add_tokenizer(*folders: str) -> None:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def untrained_head(target: str, folder: Path) -> str:
+    """An EAGLE-3 head with the weights that training starts from."""
+    from vllm_specinfer.tuning import eagle
+    from vllm_specinfer.tuning.head import write_head
+
+    model = LlamaForCausalLM.from_pretrained(target)
+    torch.manual_seed(0)
+    head = eagle.EagleHead(eagle.head_config(model.config))
+    eagle.start_from_last_layer(head, model)
+    write_head(folder, head, None)
+    return str(folder)
+
+
 def trained_head(
     target: str,
     folder: Path,

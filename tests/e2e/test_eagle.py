@@ -109,6 +109,20 @@ def test_drafts_are_what_the_torch_module_says(models, tmp_path):
             np.testing.assert_allclose(scores[leaf], want, atol=2e-3)
 
 
+def test_stock_vllm_runs_the_head_too(models):
+    """Its own chain of the head's best tokens is accepted as often as ours."""
+    stock = job(models[:2])
+    stock["llm"]["speculative_config"] = {
+        "method": "eagle3",
+        "model": models[1],
+        "num_speculative_tokens": 3,
+    }
+    ours, theirs = engine.run([job(models[:2], {"tree": "1,1,1"}), stock])
+    assert theirs["tokens"] == ours["tokens"]
+    assert (theirs["drafts"], theirs["accepted"]) == (ours["drafts"], ours["accepted"])
+    assert theirs["accepted"] > 0
+
+
 def test_a_cached_prompt_that_the_head_sat_out(models):
     shared = prompt(70, 7)
     prompts = [shared + prompt(n, n) for n in (9, 5)]

@@ -91,10 +91,11 @@ def test_an_ssm_reads_a_cached_prompt_that_it_sat_out(models):
 
 def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):
     """One SSM as several sources: they agree as often as draws can."""
-    target, ssm = distribution.models(tmp_path)
+    models = distribution.models(tmp_path)
+    ssm = models["ssm"]
 
     def job(rule, *sources, mutation=None):
-        job = distribution.job((target, ssm), rule, 8_000, mutation=mutation)
+        job = distribution.job(models, rule, 8_000, mutation=mutation)
         job["llm"]["speculative_config"] |= {
             "ssms": sources,
             "tree": [1, 1],
@@ -109,7 +110,7 @@ def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):
             job("mss", ssm, ssm, ssm, mutation="duplicates_across_sources_dropped"),
         ]
     )
-    expected = distribution.joint(target, 1.0)
+    expected = distribution.joint(models["target"], 1.0)
     for result in right:
         assert result["accepted"] > result["drafts"] / 3
         assert distribution.p_value(result, expected) > 1e-3

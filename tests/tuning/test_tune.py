@@ -47,7 +47,8 @@ def command(target, out, **changes):
         "learning-rate": 3e-3,
         **changes,
     }
-    return ["tune", *(f"--{name}={value}" for name, value in options.items())]
+    given = {name: value for name, value in options.items() if value is not None}
+    return ["tune", *(f"--{name}={value}" for name, value in given.items())]
 
 
 def run(arguments, **kwargs):
@@ -109,6 +110,50 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     assert int(next(s[1] for s in steps if s[0] == "2")) < 20
     assert (out / "curves.png").stat().st_size > 10_000
     assert json.loads((out / "tuning.json").read_text())["versions"]["torch"]
+
+
+def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
+    out = tmp_path / "eagle"
+    settings = {"type": "eagle3", "hidden": None, "layers": None, "draft-vocab": 64}
+    arguments = command(target, out, **settings)
+    first = run(arguments)
+    deadline = time.time() + 300
+    while not list(out.glob("checkpoints/checkpoint-*/trainer_state.json")):
+        assert first.poll() is None and time.time() < deadline, first.stdout.read()
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    states = (out / "states.bin").stat()
+
+    second = run(arguments)
+    log, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, log
+    assert "validation tokens hit first, by depth" in log
+    assert states.st_size > 0 and not (out / "states.bin").exists()
+    (source,) = parse_options({"model": str(out)}).sources
+    assert source.model == str(out / "head")
+    rates = json.loads((out / "manifest.json").read_text())["hit_rates"]
+    # 96 tokens; the head's own state feeds the second depth and the third.
+    assert len(rates) == 3 and min(rates) > 0.2
+    rows = [r.split(",") for r in (out / "curves.csv").read_text().splitlines()[1:]]
+    steps = [int(r[0]) for r in rows if r[0]]
+    losses = [float(r[1]) for r in rows if r[0]]
+    # Those from before the kill are still there.
+    assert steps == sorted(set(steps)) and steps[0] < 20
+    assert losses[-1] < losses[0]
+    assert (out / "curves.png").stat().st_size > 10_000
+    tokens = json.loads((out / "head" / "draft_vocab.json").read_text())["tokens"]
+    assert tokens == sorted(tokens) and len(tokens) <= 64
+    # Done is done.
+    third = run(arguments)
+    assert third.wait(timeout=120) == 0
+
+
+def test_options_of_another_type_are_refused(target, tmp_path, capsys):
+    arguments = command(target, tmp_path / "out", type="eagle3")
+    assert cli.main([str(a) for a in arguments]) == 1
+    sentence = "--type eagle3 must go without --hidden, --layers"
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_next_round_learns_the_unmarked_windows_only():

@@ -15,6 +15,7 @@ from torch import nn
 from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
 from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import eagle
+from vllm_specinfer.tuning.copying import write_copy_heads
 from vllm_specinfer.tuning.data import TrainingData, prepare
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.settings import HeadSettings, write_json
@@ -23,6 +24,8 @@ from vllm_specinfer.tuning.training import fit
 
 HEAD = "head"
 CHECKPOINTS = "checkpoints"
+# Continuations that the readout of the copy heads is fitted to.
+COPY_EXAMPLES = 200
 
 
 def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list[float]:
@@ -77,7 +80,6 @@ def train(
     torch.manual_seed(settings.seed)
     head = eagle.EagleHead(eagle.head_config(target.config.get_text_config()))
     eagle.start_from_last_layer(head, target)
-    head.to(target.device)
     # Validation first: the order of the prompts.
     read = torch.compile(target.base_model, dynamic=True)
     states = write_states(
@@ -87,6 +89,10 @@ def train(
         data.validation + data.training,
     )
     held_out = len(data.validation)
+    if target.config.get_text_config().tie_word_embeddings:
+        examples = range(held_out, min(held_out + COPY_EXAMPLES, len(states)))
+        write_copy_heads(head, target, [states[i] for i in examples])
+    head.to(target.device)
     teacher = eagle.Teacher(
         target, torch.tensor(data.draft_vocab, device=target.device)
     )
