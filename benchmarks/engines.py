@@ -13,5 +13,6 @@ def forget(llm: Any) -> None:
     """Drop cached prefixes and finished texts: a prompt that is repeated is new."""
     llm.reset_prefix_cache()
     speculator = getattr(runner_of(llm), "speculator", None)
-    if speculator is not None:
-        speculator.sources.forget()
+    sources = getattr(speculator, "sources", None)
+    if sources is not None:
+        sources.forget()

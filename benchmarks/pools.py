@@ -3,9 +3,9 @@
     python benchmarks/pools.py [--data mtbench humaneval] [--temperatures 0 0.7]
     python benchmarks/pools.py --pool wider='{"model": "SSM", "tree": [2, 2, 1]}' ...
 
-All engines live in this process and answer each prompt in turn; ratios to plain vLLM
-are medians over prompts. "identical" compares with the V1 runner, so only greedy texts.
-Tokens per step do not depend on the machine.
+All engines live in this process and answer each prompt (or batch of prompts) in turn;
+ratios to plain vLLM are medians over these. "identical" compares with the V1 runner, so
+only greedy texts. Tokens per step, of a whole batch, do not depend on the machine.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def main() -> None:
         type=named_pool,
         action="append",
         metavar="NAME=JSON",
-        help="speculative_config without method; the default is a table of pools",
+        help="speculative_config, by default of method specinfer; "
+        "the default is a table of pools",
     )
     parser.add_argument(
         "--data", nargs="+", default=["mtbench"], help="mtbench, humaneval, a JSONL"
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000, help="of each set")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--scheduler", default="static")
     parser.add_argument("--dtype", default="float32")
@@ -80,7 +82,7 @@ def main() -> None:
 
     engines = {}
     for name, config in {"plain": None, **dict(args.pool or POOLS.items())}.items():
-        if config is not None:
+        if config is not None and "method" not in config:
             config = {
                 "method": "specinfer",
                 "num_speculative_tokens": args.nodes,
@@ -91,7 +93,7 @@ def main() -> None:
             model=str(assets.smollm2()),
             dtype=args.dtype,
             max_model_len=2048,
-            max_num_seqs=8,
+            max_num_seqs=args.batch,
             speculative_config=config,
         )
     steps = {name: StepCounter(llm) for name, llm in engines.items()}
@@ -108,27 +110,31 @@ def main() -> None:
         num_tokens = dict.fromkeys(engines, 0)
         num_same = dict.fromkeys(engines, 0)
         before = {name: counter.count for name, counter in steps.items()}
-        for i, prompt in enumerate(prompts):
+        for i in range(0, len(prompts), args.batch):
+            batch = [{"prompt_token_ids": ids} for ids in prompts[i : i + args.batch]]
             order = list(engines)
             order = order[i % len(order) :] + order[: i % len(order)]
             texts = {}
             for name in order:
                 start = time.perf_counter()
-                (output,) = engines[name].generate(
-                    {"prompt_token_ids": prompt}, params[i], use_tqdm=False
+                outputs = engines[name].generate(
+                    batch, params[i : i + len(batch)], use_tqdm=False
                 )
                 took = time.perf_counter() - start
-                texts[name] = output.outputs[0].token_ids
-                rates[name].append(len(texts[name]) / took)
-                num_tokens[name] += len(texts[name])
-            for name, text in texts.items():
-                num_same[name] += text == texts["plain"]
+                texts[name] = [output.outputs[0].token_ids for output in outputs]
+                count = sum(map(len, texts[name]))
+                rates[name].append(count / took)
+                num_tokens[name] += count
+            for name, found in texts.items():
+                pairs = zip(found, texts["plain"], strict=True)
+                num_same[name] += sum(a == b for a, b in pairs)
         print("| sources | tokens per step | tokens/s | ratio, median | identical |")
         print("|---|---|---|---|---|")
         for name in engines:
-            # One step of each prompt reads it and gives its first token.
+            # One step of each batch reads its prompts and gives their first tokens.
             decoded = num_tokens[name] - len(prompts)
-            per_step = decoded / (steps[name].count - before[name] - len(prompts))
+            num_batches = -(-len(prompts) // args.batch)
+            per_step = decoded / (steps[name].count - before[name] - num_batches)
             ratios = [a / b for a, b in zip(rates[name], rates["plain"], strict=True)]
             print(
                 f"| {name} | {per_step:.2f} | {statistics.median(rates[name]):.1f} "

@@ -24,7 +24,7 @@ class Chain:
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
 
-    def note(self, step):
+    def skip(self, step):
         pass
 
     def propose(self, step, least):

@@ -184,7 +184,9 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "record_drafts": record_drafts,
-        "states_lost": lambda: mock.patch.object(EagleHead, "note", lambda *args: None),
+        "states_lost": lambda: mock.patch.object(
+            EagleHead, "_keep", lambda *args: None
+        ),
         "shared_uniforms": lambda: mock.patch.object(
             children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),

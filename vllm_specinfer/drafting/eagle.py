@@ -57,18 +57,26 @@ class EagleHead(NeuralSSM):
         super().start(slot, request)
         self._kept.pop(slot, None)
 
-    def note(self, step: DraftStep) -> None:
+    def skip(self, step: DraftStep) -> None:
         """Keep the states of the step, or read them all once there are too many."""
-        counts = np.diff(step.state_starts)
-        for slot, states in zip(
-            step.slots.tolist(), step.states.split(counts.tolist()), strict=True
-        ):
-            self._kept.setdefault(slot, []).append(states)
+        self._keep(step)
         num_kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
         if num_kept > self._most_kept:
-            self.catch_up(step)
+            super().catch_up(step)
             # Of requests that wait or are gone.
             self._kept.clear()
+
+    def catch_up(self, step: DraftStep) -> torch.Tensor:
+        """Run every token whose state the head has not read, ragged over the batch."""
+        self._keep(step)
+        return super().catch_up(step)
+
+    def _keep(self, step: DraftStep) -> None:
+        counts = np.diff(step.state_starts).tolist()
+        for slot, states in zip(
+            step.slots.tolist(), step.states.split(counts), strict=True
+        ):
+            self._kept.setdefault(slot, []).append(states)
 
     def _states(
         self, slots: np.ndarray, first: np.ndarray, counts: np.ndarray

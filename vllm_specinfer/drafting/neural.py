@@ -51,9 +51,9 @@ class NeuralSource:
         """A request starts in a slot."""
         self.ssm.start(slot, request)
 
-    def note(self, step: DraftStep) -> None:
-        """A step was verified, whether drafts are asked for or not."""
-        self.ssm.note(step)
+    def skip(self, step: DraftStep) -> None:
+        """No trees are wanted in this step."""
+        self.ssm.skip(step)
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Catch up with the whole batch, grow the trees of R requests."""

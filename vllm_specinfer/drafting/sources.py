@@ -87,8 +87,6 @@ class SourceSet:
             The trees, and per request the draws below each node, `ROOT` included, one
             item per source.
         """
-        for source in self.ssms:
-            source.note(step)
         num_reqs = len(step.growing)
         least = np.full(num_reqs, self._least)
         proposals, asks = [], False
@@ -100,6 +98,9 @@ class SourceSet:
             asks = self._asks_ssms(least)
             if asks:
                 proposals += self._ask_ssms(step, least)
+        if not asks:
+            for source in self.ssms:
+                source.skip(step)
         if not proposals:
             proposals = [Proposal(Candidates.empty(num_reqs), [{} for _ in least])]
         union, columns = merge([p.candidates for p in proposals])

@@ -120,8 +120,8 @@ class NeuralSSM:
         hidden = self._run(input_ids, positions, None, None, states)
         self._head.likeliest(hidden[:1], 1)
 
-    def note(self, step: DraftStep) -> None:
-        """A step was verified, whether the SSM is asked for drafts or not."""
+    def skip(self, step: DraftStep) -> None:
+        """The SSM is not asked in this step."""
 
     def catch_up(self, step: DraftStep) -> torch.Tensor:
         """Run every token the SSM has not seen, ragged over the batch.
