@@ -131,7 +131,9 @@ def write_head(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     write_json(unfinished / "config.json", config)
-    save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+    file = unfinished / "model.safetensors"
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors writes files that only their owner can read
     if draft_vocab is not None:
         write_json(unfinished / DRAFT_VOCAB_FILE, {"tokens": draft_vocab})
     shutil.rmtree(folder, ignore_errors=True)
