@@ -55,9 +55,15 @@ def sampled_gap(
     (result,) = engine.run([again])
     found = {token: value for token, value, _ in result["logprobs"][0][0][at]}
     tokens = np.array([want[at], got[at]])
+    alone = result["tokens"][0][0]
+    same = "same text" if alone[:at] == want[:at] else "another text"
+    print(
+        f"    plain {want[at]}, trees {got[at]}; plain alone {alone[at]}, {same} before"
+    )
     noise = gumbel_noise(params["seed"], len(ids) + at - 1, tokens)
     scores = [
-        found[t] / temperature + n for t, n in zip(tokens.tolist(), noise, strict=True)
+        found.get(t, -np.inf) / temperature + n
+        for t, n in zip(tokens.tolist(), noise, strict=True)
     ]
     return abs(scores[0] - scores[1])
 
