@@ -28,7 +28,7 @@ class Reader:
         """As `NeuralSSM.catch_up`: whatever is known and not yet read, in one pass."""
         slots = [s for s in step.slots.tolist() if self.known[s] > len(self.read[s])]
         counts = [self.known[s] - len(self.read[s]) for s in slots]
-        states = self.head._states(np.array(slots), None, np.array(counts))
+        states = self.head._states(np.array(slots), np.array(counts))
         for slot, part in zip(slots, states.split(counts), strict=True):
             self.read[slot] += part[:, 0].tolist()
 

@@ -68,15 +68,20 @@ def run(arguments, **kwargs):
     )
 
 
+def run_and_kill(arguments, out, checkpoints):
+    """Kill the command once it has written such a checkpoint."""
+    process = run(arguments)
+    deadline = time.time() + 300
+    while not list(out.glob(f"{checkpoints}/checkpoint-*/trainer_state.json")):
+        assert process.poll() is None and time.time() < deadline, process.stdout.read()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     out = tmp_path / "pool"
-    first = run(command(target, out))
-    deadline = time.time() + 300
-    while not list(out.glob("checkpoints/ssm1/checkpoint-*/trainer_state.json")):
-        assert first.poll() is None and time.time() < deadline, first.stdout.read()
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    run_and_kill(command(target, out), out, "checkpoints/ssm1")
     assert json.loads((out / "manifest.json").read_text())["ssms"] == [
         {"model": "ssm0"}
     ]
@@ -116,13 +121,7 @@ def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     out = tmp_path / "eagle"
     settings = {"type": "eagle3", "hidden": None, "layers": None, "draft-vocab": 64}
     arguments = command(target, out, **settings)
-    first = run(arguments)
-    deadline = time.time() + 300
-    while not list(out.glob("checkpoints/checkpoint-*/trainer_state.json")):
-        assert first.poll() is None and time.time() < deadline, first.stdout.read()
-        time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    run_and_kill(arguments, out, "checkpoints")
     states = (out / "states.bin").stat()
 
     second = run(arguments)

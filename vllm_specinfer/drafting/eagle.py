@@ -78,9 +78,7 @@ class EagleHead(NeuralSSM):
         ):
             self._kept.setdefault(slot, []).append(states)
 
-    def _states(
-        self, slots: np.ndarray, first: np.ndarray, counts: np.ndarray
-    ) -> torch.Tensor:
+    def _states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         parts = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             kept = self._kept.pop(slot, [])

@@ -154,7 +154,7 @@ class NeuralSSM:
             torch.from_numpy(positions),
             metadata,
             kv_slots,
-            self._states(slots, first, counts),
+            self._states(slots, counts),
         )
         self._num_caught_up[slots] = num_rows[part]
         table = self._block_tables.block_tables[self._group_id].gpu.numpy()
@@ -299,9 +299,7 @@ class NeuralSSM:
         hidden = self.model(input_ids=input_ids, positions=positions)
         return hidden[0] if isinstance(hidden, tuple) else hidden
 
-    def _states(
-        self, slots: np.ndarray, first: np.ndarray, counts: np.ndarray
-    ) -> torch.Tensor | None:
+    def _states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor | None:
         """What the rows of a catch-up pass read besides their tokens."""
         return None
 
