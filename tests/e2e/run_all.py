@@ -50,8 +50,13 @@ def sampled_gap(
         j for j, pair in enumerate(zip(want, got, strict=False)) if len({*pair}) > 1
     )
     ids, params = job["prompts"][prompt], job["params"][prompt]
-    again = {**job, "prompts": [ids], "params": [{**params, "logprobs": 20}]}
-    again["params"][0]["max_tokens"] = at + 1
+    again = {
+        **job,
+        "llm": {**job["llm"], "max_logprobs": -1},
+        "prompts": [ids],
+        # All of them: what unlikely tokens lack in logits, their noise may make up for.
+        "params": [{**params, "max_tokens": at + 1, "logprobs": -1}],
+    }
     (result,) = engine.run([again])
     found = {token: value for token, value, _ in result["logprobs"][0][0][at]}
     tokens = np.array([want[at], got[at]])
@@ -62,7 +67,7 @@ def sampled_gap(
     )
     noise = gumbel_noise(params["seed"], len(ids) + at - 1, tokens)
     scores = [
-        found.get(t, -np.inf) / temperature + n
+        found[t] / temperature + n
         for t, n in zip(tokens.tolist(), noise, strict=True)
     ]
     return abs(scores[0] - scores[1])
