@@ -25,4 +25,4 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 
 test: lint
-	$(VENV)/bin/python -m pytest tests
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal tests

@@ -125,7 +125,6 @@ def test_the_users_dictionary_is_left_alone():
         ({"method": "eagle"}, "method must be 'specinfer'; got 'eagle'"),
         ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size must be left"),
         ({"rejection_sample_method": "synthetic"}, "use verification instead"),
-        ({"num_speculative_tokens_per_batch_size": []}, "must be left out"),
         ({"enable_adaptive_verification": True}, "must be left out"),
         ({"model": None}, "model must name an SSM"),
         ({"model": ""}, "model must name a model; got ''"),
@@ -279,6 +278,22 @@ def engine_config(make_llama, v2_undone):
             "tree": "1,1,3,1",
         },
     ).create_engine_config()
+
+
+@pytest.mark.parametrize("schedule", [[], [[2, 4, 1]], [[1, 4, -1]], "1-4"])
+def test_bad_batch_schedules_are_refused(make_llama, v2_undone, schedule):
+    from vllm import EngineArgs
+
+    config = {
+        "method": "specinfer",
+        "model": make_llama("ssm"),
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+    args = EngineArgs(
+        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
+    )
+    with pytest.raises(ValueError, match=r"per_batch_size|must start at 1"):
+        args.create_engine_config()
 
 
 def test_engine_config_carries_everything_the_worker_needs(engine_config):

@@ -16,6 +16,9 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.configs.eagle import EAGLEConfig
 from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
 from vllm.utils.hashing import safe_hash
+from vllm.v1.spec_decode.dynamic.utils import (
+    validate_and_normalize_dynamic_sd_schedule,
+)
 
 from vllm_specinfer.options import (
     BestFirstTree,
@@ -89,9 +92,13 @@ class SpecInferConfig(SpeculativeConfig):
             raise ValueError(
                 f"ssms must name at most one EAGLE head; got {', '.join(heads)}"
             )
+        schedule = options.batch_schedule
+        if schedule is not None:
+            schedule = validate_and_normalize_dynamic_sd_schedule(schedule)
         return cls(
             options=options,
             num_speculative_tokens=options.num_speculative_tokens,
+            num_speculative_tokens_per_batch_size=schedule,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
             ssm_model_configs=ssm_model_configs,

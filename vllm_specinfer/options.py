@@ -159,6 +159,8 @@ class SpecInferOptions:
         num_speculative_tokens: Most nodes of one request in one step (N).
         verification: One of `VERIFICATIONS`.
         scheduler: "auto" or "static".
+        batch_schedule: vLLM's num_speculative_tokens_per_batch_size, unchecked: fewer
+            nodes than N by requests in the batch; None for N always.
     """
 
     sources: tuple[Source, ...]
@@ -166,6 +168,7 @@ class SpecInferOptions:
     num_speculative_tokens: int
     verification: str = "auto"
     scheduler: str = "auto"
+    batch_schedule: Any = None
 
     @property
     def ssms(self) -> tuple[SSMSource, ...]:

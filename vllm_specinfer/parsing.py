@@ -32,6 +32,7 @@ KNOWN_KEYS = (
     "ssms",
     "num_speculative_tokens",
     "tree",
+    "num_speculative_tokens_per_batch_size",
     "verification",
     "scheduler",
 )
@@ -40,9 +41,6 @@ KNOWN_KEYS = (
 _REFUSED_KEYS = {
     "draft_tensor_parallel_size": (
         "must be left out: an SSM runs with the target's tensor parallel size"
-    ),
-    "num_speculative_tokens_per_batch_size": (
-        "must be left out: the tree's budget does not follow a batch-size schedule"
     ),
     "rejection_sample_method": "must be left out: use verification instead",
     "draft_sample_method": "must be left out: use verification instead",
@@ -83,6 +81,7 @@ def parse_options(raw: Mapping[str, Any]) -> SpecInferOptions:
         sources=sources,
         tree=tree,
         num_speculative_tokens=num_nodes,
+        batch_schedule=config.get("num_speculative_tokens_per_batch_size"),
         verification=_parse_choice(
             "verification", config.get("verification"), VERIFICATIONS
         ),

@@ -246,6 +246,7 @@ class TreeSpeculator(DraftModelSpeculator):
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         *args: Any,
+        num_speculative_tokens: int | None = None,
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -261,6 +262,7 @@ class TreeSpeculator(DraftModelSpeculator):
             num_sampled: [B] tokens emitted per request; 0 inside a prompt.
             num_rejected: Unused.
             *args: Unused.
+            num_speculative_tokens: Most nodes of a tree in this step; None for N.
             dummy_run: Profiling or compilation; request slots must not be touched.
             **kwargs: Unused.
 
@@ -289,7 +291,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.budget.learns:
                 self._remember()
         self._trees.drop(step.slots)
-        trees, draws = self.sources.propose(step)
+        trees, draws = self.sources.propose(step, num_speculative_tokens)
         drafts[step.growing] = trees.tokens
         self.trees = {
             input_batch.req_ids[i]: tree

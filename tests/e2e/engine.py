@@ -1,22 +1,22 @@
-"""Runs engines in a process of its own: `python -m tests.e2e.engine JOBS RESULTS`.
+"""Runs engines in a process of their own, which later calls use again.
 
-JOBS is a JSON list of {"llm": {...}, "prompts": [[ids]], "params": [{...}],
-"batched": bool, "mutation": name or null, "plain_v2": bool}; RESULTS gets, per job, the
-output token ids and logprobs per prompt and the speculation counts.
+A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
+"mutation": name or null, "plain_v2": bool}; its result has the output token ids and
+logprobs per prompt and the speculation counts.
 """
 
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.hooks import cpu_v2, speculative_config
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -29,19 +29,47 @@ ENV = {
 }
 
 
+V2_WORKER = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
+# Importing vLLM takes longer than most jobs; a new process now and then frees memory.
+CALLS_PER_PROCESS = 12
+_shared: list[ProcessPoolExecutor] = []
+
+
 def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
-    """Run jobs one after the other in one fresh process; their results."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "jobs.json", Path(folder) / "results.json"
-        source.write_text(json.dumps(jobs))
-        subprocess.run(
-            [sys.executable, "-m", "tests.e2e.engine", str(source), str(target)],
-            check=True,
-            timeout=timeout,
-            env={**os.environ, **ENV, **env},
-            cwd=Path(__file__).parents[2],
-        )
-        return json.loads(target.read_text())
+    """Run jobs one after the other; their results.
+
+    Args:
+        jobs: What to run.
+        timeout: Seconds for all of them.
+        env: More of the environment, for a process that no other call uses.
+    """
+    if env:
+        with _process(env) as alone:
+            return alone.submit(_run_jobs, jobs).result(timeout)
+    if not _shared:
+        _shared.append(_process({}))
+    try:
+        return _shared[0].submit(_run_jobs, jobs).result(timeout)
+    except BaseException:
+        # What hangs or is half done must not reach the next call.
+        _shared.pop()
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+
+
+def _process(env: dict[str, str]) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(
+        1,
+        multiprocessing.get_context("spawn"),
+        _set_environment,
+        ({**ENV, **env},),
+        max_tasks_per_child=CALLS_PER_PROCESS,
+    )
+
+
+def _set_environment(env: dict[str, str]) -> None:
+    os.environ.update(env)
 
 
 def _mutation(name: str | None) -> contextlib.AbstractContextManager:
@@ -224,19 +252,33 @@ def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
     ]
 
 
-def _run_job(job: dict) -> dict:
-    with _mutation(job.get("mutation")):
-        return _generate(job)
+def _run_jobs(jobs: list[dict]) -> list[dict]:
+    results = []
+    for job in jobs:
+        with _mutation(job.get("mutation")), _runner(job.get("plain_v2", False)):
+            results.append(_generate(job))
+    # As JSON has them: keys are strings, tuples are lists.
+    return json.loads(json.dumps(results))
+
+
+@contextlib.contextmanager
+def _runner(plain_v2: bool) -> Iterator[None]:
+    """Model Runner V2 without speculation: V1 draws other random numbers."""
+    speculative_config._switch_runner_off()
+    if not plain_v2:
+        yield
+        return
+    with mock.patch.dict(os.environ):
+        cpu_v2.enable_in_frontend()
+        yield
+        cpu_v2.disable_in_frontend()
 
 
 def _generate(job: dict) -> dict:
     from vllm import LLM
 
-    if job.get("plain_v2"):
-        # Model Runner V2 without speculation; V1 draws other random numbers.
-        cpu_v2.enable_in_frontend()
-        job["llm"]["worker_cls"] = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
-    llm = LLM(disable_log_stats=False, **job["llm"])
+    options = {"worker_cls": V2_WORKER} if job.get("plain_v2") else {}
+    llm = LLM(disable_log_stats=False, **options, **job["llm"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     params = [_params(p) for p in job["params"]]
     if len(params) == 1:
@@ -259,6 +301,7 @@ def _generate(job: dict) -> dict:
         "logprobs": [[_logprobs(c.logprobs) for c in o.outputs] for o in outputs],
         "prompt_logprobs": [_logprobs(o.prompt_logprobs) for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
+        "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "learned": sources and sources.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
@@ -267,9 +310,6 @@ def _generate(job: dict) -> dict:
     }
     del llm
     gc.collect()
+    # vLLM collects a dozen times per engine, which must not read all modules again.
+    gc.freeze()
     return result
-
-
-if __name__ == "__main__":
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([_run_job(job) for job in jobs]))

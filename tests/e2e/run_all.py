@@ -67,8 +67,7 @@ def sampled_gap(
     )
     noise = gumbel_noise(params["seed"], len(ids) + at - 1, tokens)
     scores = [
-        found[t] / temperature + n
-        for t, n in zip(tokens.tolist(), noise, strict=True)
+        found[t] / temperature + n for t, n in zip(tokens.tolist(), noise, strict=True)
     ]
     return abs(scores[0] - scores[1])
 

@@ -52,6 +52,8 @@ def job(models, config=None, params=None, prompts=None, batched=True, **llm):
         "max_num_seqs": 8,
         "enforce_eager": True,
         "block_size": 32,
+        # The least memory vLLM's option gives takes seconds to clear.
+        "num_gpu_blocks_override": 400,
         **llm,
     }
     if config is not None:
@@ -122,6 +124,22 @@ def test_requests_that_end_early_share_a_batch_with_those_that_do_not(models):
         ]
     )
     check(plain, tree)
+
+
+def test_a_batch_schedule_caps_the_trees(models):
+    schedule = [[1, 2, 3], [3, 8, 0]]
+    config = {"num_speculative_tokens_per_batch_size": schedule}
+    plain, many, few = engine.run(
+        [
+            job(models),
+            job(models, config),
+            job(models, config, max_num_seqs=2),
+        ]
+    )
+    assert many["tokens"] == few["tokens"] == plain["tokens"]
+    assert many["drafted"] == 0
+    # Fewer than three where the requests' last tokens are near.
+    assert 2.5 * few["drafts"] < few["drafted"] <= 3 * few["drafts"]
 
 
 def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):

@@ -79,18 +79,23 @@ class SourceSet:
             lookup.forget()
 
     def propose(
-        self, step: DraftStep
+        self, step: DraftStep, most: int | None = None
     ) -> tuple[FinishedTrees, list[dict[int, list[Draws]]]]:
         """The trees of R requests.
+
+        Args:
+            step: What they know.
+            most: Nodes of a tree in this step, fewer than N; None for N.
 
         Returns:
             The trees, and per request the draws below each node, `ROOT` included, one
             item per source.
         """
         num_reqs = len(step.growing)
+        most = self._num_nodes if most is None else most
         least = np.full(num_reqs, self._least)
         proposals, asks = [], False
-        if self._budget.grows(num_reqs):
+        if most and self._budget.grows(num_reqs):
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
                 known, _ = merge([p.candidates for p in proposals])
@@ -105,7 +110,7 @@ class SourceSet:
             proposals = [Proposal(Candidates.empty(num_reqs), [{} for _ in least])]
         union, columns = merge([p.candidates for p in proposals])
         kept = max(self._least, self._budget.least_score(union.scores, asks))
-        trees = union.best(self._num_nodes, kept)
+        trees = union.cut(most).best(self._num_nodes, kept)
         if self._budget.learns:
             self._remember(step, proposals, columns, trees)
         return trees, self._draws(proposals, columns, trees)
