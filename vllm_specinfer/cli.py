@@ -115,12 +115,20 @@ def _add_check(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--no-run", action="store_true", help="do not start an engine to try it"
     )
+    parser.add_argument(
+        "--vllm-source",
+        type=Path,
+        help="only compare the vLLM in this folder or wheel, read and not run, with "
+        "what is relied on",
+    )
     parser.set_defaults(run=_check)
 
 
 def _check(args: argparse.Namespace) -> int:
-    from vllm_specinfer.checkup import check
+    from vllm_specinfer.checkup import check, check_source
 
+    if args.vllm_source is not None:
+        return check_source(args.vllm_source)
     return check(runs=not args.no_run)
 
 
