@@ -32,6 +32,7 @@ REQUIRED = (
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
     "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
     "vllm.model_executor.models.registry:_SPECULATIVE_DECODING_MODELS",
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
     "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
     "vllm.triton_utils.dispatcher:register_kernels",
     "vllm.v1.attention.backends.registry:register_backend",
