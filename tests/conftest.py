@@ -42,6 +42,15 @@ def tiny_llama(tmp_path: Path, name: str = "llama", **overrides: Any) -> str:
     return write_model(tmp_path / name, LLAMA | overrides)
 
 
+def add_weights(folder: Path | str) -> str:
+    """Write a file of weights, of no use but whole, and return the folder."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"weight": np.zeros(4)}, Path(folder) / "model.safetensors")
+    return str(folder)
+
+
 @pytest.fixture
 def make_llama(tmp_path: Path) -> Callable[..., str]:
     """``make_llama("name", vocab_size=...)`` writes a folder below tmp_path."""

@@ -145,10 +145,9 @@ def _switch_runner_off() -> None:
 
 def _merge_flags(args: "EngineArgs") -> dict[str, Any]:
     """The user's dictionary with --spec-method, --spec-model and --spec-tokens."""
-    merged = {
-        key.replace("-", "_"): value
-        for key, value in (args.speculative_config or {}).items()
-    }
+    from vllm_specinfer.parsing import normalised
+
+    merged = normalised(args.speculative_config or {})
     for flag, key in (
         ("spec_method", "method"),
         ("spec_model", "model"),
