@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (OSError, ValueError) as error:
-        print(f"vllm-specinfer: {error}", file=sys.stderr)
+        # transformers explains at length what its first line says.
+        print("vllm-specinfer:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
 
 
