@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
@@ -67,7 +68,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         required = field.default is dataclasses.MISSING
         text = helps[name] if name in common else f"{kind}: {helps[name]}"
         if field.default is False:
-            options = {"action": "store_true"}
+            options: dict[str, Any] = {"action": "store_true"}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}

@@ -141,8 +141,9 @@ def _parse_budget(
         )
         tree = default_tree(num_nodes)
     check_num_nodes(num_nodes)
-    if all(isinstance(s, SSMSource) for s in sources):
-        most = sum((s.tree or tree).num_nodes for s in sources)
+    ssms = [s for s in sources if isinstance(s, SSMSource)]
+    if len(ssms) == len(sources):
+        most = sum((s.tree or tree).num_nodes for s in ssms)
         if num_nodes > most:
             raise ValueError(
                 f"num_speculative_tokens must be at most the tree's {most} nodes; got "

@@ -45,7 +45,7 @@ class VllmSource:
     def __init__(self, path: Path) -> None:
         self._modules: dict[str, ast.Module | None] = {}
         try:
-            root = zipfile.Path(path) if path.is_file() else path
+            root: Any = zipfile.Path(path) if path.is_file() else path
         except zipfile.BadZipFile as error:
             raise ValueError(
                 f"--vllm-source must be a folder or a wheel; got the file {path}"
@@ -71,13 +71,13 @@ class VllmSource:
         found = self._find(f"{module}:{class_name}")
         if found is None or not isinstance(found[1], ast.ClassDef):
             return None
-        module, node = found
-        if attribute in _definitions(node.body):
-            return f"{module}:{node.name}"
-        for base in node.bases:
+        module, owner = found[0], found[1]
+        if attribute in _definitions(owner.body):
+            return f"{module}:{owner.name}"
+        for base in owner.bases:
             name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            if (owner := self.owner(module, name, attribute)) is not None:
-                return owner
+            if (inherited := self.owner(module, name, attribute)) is not None:
+                return inherited
         return None
 
     def _find(self, name: str) -> tuple[str, ast.stmt] | None:
@@ -89,8 +89,10 @@ class VllmSource:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             origin = next(a.name for a in node.names if head in (a.asname, a.name))
             return self._find(f"{node.module}:{origin}{'.' + rest if rest else ''}")
-        if node is None or not rest:
-            return node and (module, node)
+        if node is None:
+            return None
+        if not rest:
+            return module, node
         owner = self.owner(module, head, rest)
         found = owner and self._find(owner)
         if not found or not isinstance(found[1], ast.ClassDef):
@@ -165,8 +167,8 @@ def _names(source: VllmSource) -> Iterator[str]:
         yield f"{module}:{kernel}"
     for file in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
-        imported = {
-            alias.name: node.module
+        imported: dict[str, str] = {
+            alias.name: str(node.module)
             for node in nodes
             if isinstance(node, ast.ImportFrom)
             and (node.module or "").startswith("vllm.")
@@ -180,8 +182,8 @@ def _names(source: VllmSource) -> Iterator[str]:
                 continue
             for base in map(ast.unparse, node.bases):
                 for attribute in _definitions(node.body):
-                    module = imported.get(base)
-                    owner = module and source.owner(module, base, attribute)
+                    origin = imported.get(base)
+                    owner = origin and source.owner(origin, base, attribute)
                     if owner:
                         yield f"{owner}.{attribute}"
 

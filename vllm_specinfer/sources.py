@@ -90,7 +90,7 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
         raise ValueError(
             f"{where}.type must be one of {', '.join(SSM_TYPES)}; got {entry['type']!r}"
         )
-    own = {key: entry.get(key) for key in ("type", "revision", "quantization")}
+    own: dict[str, Any] = {key: entry.get(key) for key in SSM_KEYS[1:4]}
     own |= {"tree": tree, "num_speculative_tokens": num_nodes}
     manifest = _expanded(name) / MANIFEST
     if os.path.isfile(manifest):
@@ -107,14 +107,14 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
 def _parse_ngram(entry: Mapping[str, Any], where: str) -> NgramSource:
     """As vLLM: one bound given stands for both."""
     refuse_unknown_keys(entry, NGRAM_KEYS, where)
-    bounds = [entry.get(key) for key in NGRAM_KEYS[1:]]
+    bounds: list[Any] = [entry.get(key) for key in NGRAM_KEYS[1:]]
     for key, value in zip(NGRAM_KEYS[1:], bounds, strict=True):
         if value is not None and (not is_int(value) or value < 1):
             raise ValueError(f"{where}.{key} must be a positive integer; got {value!r}")
     least, most = bounds
     if least is None and most is None:
         return NgramSource()
-    source = NgramSource(least or most, most or least)
+    source = NgramSource(*(b or least or most for b in bounds))
     if source.prompt_lookup_min > source.prompt_lookup_max:
         raise ValueError(
             f"{where}.prompt_lookup_min must be at most prompt_lookup_max; got {least} "

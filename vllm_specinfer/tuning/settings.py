@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 SETTINGS_FILE = "tuning.json"
 # Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
@@ -44,7 +45,7 @@ class Training:
     seed: int = 0
 
     # Fields that count something.
-    _counts = ("max_tokens", "epochs", "batch_size")
+    _counts: ClassVar[tuple[str, ...]] = ("max_tokens", "epochs", "batch_size")
 
     def __post_init__(self) -> None:
         for name in self._counts:
