@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         # transformers explains at length what its first line says.
         print("vllm-specinfer:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
