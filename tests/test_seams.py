@@ -11,7 +11,7 @@ from vllm_specinfer import cli, compat, seams
 
 INSTALLED = Path(find_spec("vllm").origin).parent
 SCHEDULER = '''
-from vllm.base import Base
+from vllm.base import Base, scaled
 
 class Scheduler(Base):
     limit: int = 3
@@ -22,13 +22,22 @@ class Scheduler(Base):
         self.queue.append(request)
 
 def launch(x, *, block=64):
-    return x
+    return scaled(x)
 '''
 BASE = """
 class Base:
     needed: str
 
     def step(self): ...
+
+def half(x):
+    return x / 2
+
+def scaled(x):
+    return half(x) * 4
+
+def other(x):
+    return scaled(x)
 """
 TREE = {
     "vllm/__init__.py": "",
@@ -118,6 +127,14 @@ def test_a_method_is_found_in_the_class_that_defines_it(changes):
     file = "vllm/base.py"
     expected = ["vllm.scheduler:Scheduler.step has other code"]
     assert changes("(self): ...", "(self): return 1", file) == expected
+
+
+def test_what_a_kernel_calls_is_looked_at_too(tmp_path):
+    source = write(tmp_path)
+    called = {"vllm.base:scaled", "vllm.base:half"}
+    assert source.helpers("vllm.scheduler:launch") == called
+    kernels = "vllm.v1.worker.gpu.sample."
+    assert f"{kernels}gumbel:_murmur3_rotl32" in seams.table("0.33")
 
 
 def test_the_command_reads_a_wheel_and_does_not_run_it(tmp_path, capsys):

@@ -80,6 +80,23 @@ class VllmSource:
                 return inherited
         return None
 
+    def helpers(self, name: str) -> set[str]:
+        """The functions that a function of vLLM calls, and those that they call."""
+        found: set[str] = set()
+        left = [name]
+        while left:
+            module, node = self._find(left.pop()) or ("", ast.Pass())
+            for inner in ast.walk(node):
+                called = isinstance(inner, ast.Name) and self._find(
+                    f"{module}:{inner.id}"
+                )
+                if called and isinstance(called[1], ast.FunctionDef):
+                    helper = f"{called[0]}:{called[1].name}"
+                    if helper not in found:
+                        found.add(helper)
+                        left.append(helper)
+        return found
+
     def _find(self, name: str) -> tuple[str, ast.stmt] | None:
         """The module and statement that define a name, imports followed."""
         module, _, path = name.partition(":")
@@ -165,6 +182,7 @@ def _names(source: VllmSource) -> Iterator[str]:
     for short in step_kernels.REPLACEMENTS:
         module, _, kernel = step_kernels.kernel_name(short).rpartition(".")
         yield f"{module}:{kernel}"
+        yield from source.helpers(f"{module}:{kernel}")
     for file in PACKAGE.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
         imported: dict[str, str] = {
