@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("default_without_deadline", deadline=None)
+hypothesis.settings.load_profile("default_without_deadline")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -61,7 +61,7 @@ def sentence(raw):
     return text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(CONFIGS | st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_configuration_is_parsed_or_refused_in_one_sentence(raw):
     try:

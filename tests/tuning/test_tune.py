@@ -222,7 +222,6 @@ LINES = (
 
 @settings(
     max_examples=200,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(LINES, max_size=3))
