@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Tests run side by side; more threads than cores wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# How long an example takes depends on who else uses the machine.
+hypothesis.settings.register_profile("default_without_deadline", deadline=None)
+hypothesis.settings.load_profile("default_without_deadline")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +47,15 @@ def write_model(folder: Path, config: dict[str, Any]) -> str:
 def tiny_llama(tmp_path: Path, name: str = "llama", **overrides: Any) -> str:
     """Write a two-layer Llama config and return its folder."""
     return write_model(tmp_path / name, LLAMA | overrides)
+
+
+def add_weights(folder: Path | str) -> str:
+    """Write a file of weights, of no use but whole, and return the folder."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"weight": np.zeros(4)}, Path(folder) / "model.safetensors")
+    return str(folder)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 
 import cloudpickle
 import pytest
+from conftest import add_weights
 
 from vllm_specinfer.options import (
     BestFirstTree,
@@ -195,7 +196,7 @@ def test_impossible_options_are_refused_in_one_sentence(change, sentence):
 
 
 def test_pool_folder_is_resolved_relative_to_its_manifest(tmp_path, make_llama):
-    ssm = make_llama("pool/ssm0")
+    ssm = add_weights(make_llama("pool/ssm0"))
     (tmp_path / "pool/manifest.json").write_text('{"ssms": [{"model": "ssm0"}]}')
     options = parse_options({"model": str(tmp_path / "pool")})
     assert options.sources[0].model == ssm
@@ -231,7 +232,7 @@ def test_nodes_of_all_sources_add_up_by_default():
 
 
 def test_a_pool_may_hold_lookups_beside_ssms(tmp_path, make_llama):
-    ssms = [make_llama("pool/a"), make_llama("pool/b")]
+    ssms = [add_weights(make_llama(f"pool/{name}")) for name in "ab"]
     entries = [{"model": "a"}, {"model": "b", "tree": [2]}, {"model": "suffix"}]
     (tmp_path / "pool/manifest.json").write_text(json.dumps({"ssms": entries}))
     options = parse_options({"model": str(tmp_path / "pool")})
@@ -250,7 +251,7 @@ def test_a_pool_may_hold_lookups_beside_ssms(tmp_path, make_llama):
     ],
 )
 def test_bad_manifest_is_refused(tmp_path, make_llama, manifest, sentence):
-    make_llama("pool/a")
+    add_weights(make_llama("pool/a"))
     (tmp_path / "pool/manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=sentence):
         parse_options({"model": str(tmp_path / "pool")})

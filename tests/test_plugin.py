@@ -183,8 +183,11 @@ def test_an_unknown_vllm_is_refused_by_version(version, monkeypatch, arguments):
     with pytest.raises(ValueError) as error:
         args.create_engine_config()
     assert str(error.value) == (
-        f"vLLM must be 0.32.x or 0.33.x for method specinfer; got {version}"
+        "vLLM must be 0.32.x or 0.33.x for method specinfer, or "
+        f"VLLM_SPECINFER_ANY_VLLM=1 must be set to try another one; got {version}"
     )
+    monkeypatch.setenv("VLLM_SPECINFER_ANY_VLLM", "1")
+    assert args.create_engine_config().use_v2_model_runner
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.0rc1"])

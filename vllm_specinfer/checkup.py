@@ -5,8 +5,11 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from vllm_specinfer import compat, seams
 from vllm_specinfer.plugin import DISABLE_ENV, disabled
+from vllm_specinfer.seams import VllmSource
 
 ENTRY_POINT = "specinfer"
 # Quiet, in this process, and small: the engines of the run below are tiny.
@@ -32,6 +35,26 @@ def check(runs: bool) -> int:
         return 1
     print("specinfer works here" if runs else "nothing stands against specinfer here")
     return 0
+
+
+def check_source(path: Path) -> int:
+    """Compare a vLLM that need not be installed with what the package relies on.
+
+    Args:
+        path: A folder or a wheel; it is read, not run.
+
+    Returns:
+        The exit code: 0 where nothing differs.
+    """
+
+    def look() -> Iterator[str]:
+        source = VllmSource(path)
+        if compat.release(source.version) is None:
+            known = ", ".join(compat.SUPPORTED)
+            yield f"release not among {known}: compared with the newest of them"
+        yield from _seams(source)
+
+    return int(_fails(look))
 
 
 def _fails(look: Callable[[], Iterator[str]]) -> bool:
@@ -79,12 +102,20 @@ def _plugin() -> Iterator[str]:
 def _vllm() -> Iterator[str]:
     import vllm
 
-    from vllm_specinfer import compat
-
     reason = compat.unsupported_reason()
     if reason is not None:
         raise RuntimeError(reason)
-    yield f"vLLM {vllm.__version__} has the {len(compat.REQUIRED)} names we rely on"
+    yield from _seams(VllmSource(Path(vllm.__file__).parent))
+
+
+def _seams(source: VllmSource) -> Iterator[str]:
+    changes = seams.compare(source)
+    if changes:
+        raise RuntimeError(
+            f"vLLM {source.version} is not what specinfer was written for:\n"
+            + "\n".join(f"      {change}" for change in changes)
+        )
+    yield f"vLLM {source.version} is what specinfer was written for"
 
 
 def _platform() -> Iterator[str]:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
@@ -19,8 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (OSError, ValueError) as error:
-        print(f"vllm-specinfer: {error}", file=sys.stderr)
+    except (ImportError, OSError, ValueError) as error:
+        # transformers explains at length what its first line says.
+        print("vllm-specinfer:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
 
 
@@ -66,7 +68,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         required = field.default is dataclasses.MISSING
         text = helps[name] if name in common else f"{kind}: {helps[name]}"
         if field.default is False:
-            options = {"action": "store_true"}
+            options: dict[str, Any] = {"action": "store_true"}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}
@@ -115,12 +117,20 @@ def _add_check(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--no-run", action="store_true", help="do not start an engine to try it"
     )
+    parser.add_argument(
+        "--vllm-source",
+        type=Path,
+        help="only compare the vLLM in this folder or wheel, read and not run, with "
+        "what is relied on",
+    )
     parser.set_defaults(run=_check)
 
 
 def _check(args: argparse.Namespace) -> int:
-    from vllm_specinfer.checkup import check
+    from vllm_specinfer.checkup import check, check_source
 
+    if args.vllm_source is not None:
+        return check_source(args.vllm_source)
     return check(runs=not args.no_run)
 
 

@@ -1,9 +1,22 @@
-"""Which vLLM this package works with, and the names it relies on."""
+"""Which vLLM this package works with, and the names it relies on.
+
+Where 0.33 differs from 0.32 the code takes both. These are all the places:
+
+- `hooks/cpu_v2.py`: the worker checks for Triton, too.
+- `kernels/cpu/`: `gather_block_tables` and `post_update` have more arguments. What
+  only vLLM's own chain needs (`chain_rejection.py`, the noise of its sampled drafts) is
+  there to compare with, and that of 0.32.
+- `verify/stochastic.py`: `Sampler._sample_random` has one more flag.
+
+`seams.py` compares everything else by signature and code.
+"""
 
 import importlib
+import os
 import re
 
 SUPPORTED = ("0.32", "0.33")
+ANY_VLLM_ENV = "VLLM_SPECINFER_ANY_VLLM"
 
 # vLLM names that the package replaces, subclasses or fills in, as module:attribute.
 REQUIRED = (
@@ -17,6 +30,7 @@ REQUIRED = (
     "vllm.config.vllm:VllmConfig.use_v2_model_runner",
     "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
     "vllm.model_executor.models.registry:_SPECULATIVE_DECODING_MODELS",
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
     "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
     "vllm.triton_utils.dispatcher:register_kernels",
     "vllm.v1.attention.backends.registry:register_backend",
@@ -37,6 +51,12 @@ REQUIRED_IN_WORKER = (
 )
 
 
+def release(version: str) -> str | None:
+    """The one of `SUPPORTED` that a version of vLLM belongs to, None for others."""
+    match = re.match(r"(\d+\.\d+)\.", version)
+    return match.group(1) if match and match.group(1) in SUPPORTED else None
+
+
 def unsupported_reason(required: tuple[str, ...] = REQUIRED) -> str | None:
     """Why the installed vLLM cannot run specinfer.
 
@@ -49,10 +69,12 @@ def unsupported_reason(required: tuple[str, ...] = REQUIRED) -> str | None:
     import vllm
 
     version = vllm.__version__
-    match = re.match(r"(\d+\.\d+)\.", version)
-    if match is None or match.group(1) not in SUPPORTED:
-        supported = " or ".join(f"{release}.x" for release in SUPPORTED)
-        return f"vLLM must be {supported} for method specinfer; got {version}"
+    if release(version) is None and os.environ.get(ANY_VLLM_ENV, "0") in ("", "0"):
+        supported = " or ".join(f"{known}.x" for known in SUPPORTED)
+        return (
+            f"vLLM must be {supported} for method specinfer, or {ANY_VLLM_ENV}=1 must "
+            f"be set to try another one; got {version}"
+        )
     for name in required:
         if not _exists(name):
             return (

@@ -125,7 +125,7 @@ class SpecInferConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = (
             self.target_parallel_config.tensor_parallel_size
         )
-        if self.draft_parallel_config is None:
+        if self.draft_parallel_config is None:  # type: ignore[has-type]
             self.draft_parallel_config = self.create_draft_parallel_config(
                 self.target_parallel_config,
                 self.draft_tensor_parallel_size,

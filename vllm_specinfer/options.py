@@ -13,6 +13,8 @@ DEFAULT_MAX_DEPTH = 4
 DEFAULT_MAX_WIDTH = 4
 DEFAULT_MIN_PROBABILITY = 0.05
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
+# Far beyond what pays: every node is a row of the target's pass.
+MAX_NUM_SPECULATIVE_TOKENS = 1024
 
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
 AUTO_VERIFICATION = "coupled"  # the most tokens per step of all, see the README
@@ -34,11 +36,21 @@ class ExpansionTree:
     def __post_init__(self) -> None:
         if not self.widths:
             raise ValueError("tree must have at least one level; got none")
+        if len(self.widths) > MAX_NUM_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"tree must have at most {MAX_NUM_SPECULATIVE_TOKENS} levels; got "
+                f"{len(self.widths)}"
+            )
         for width in self.widths:
             if not is_int(width) or width < 1:
                 raise ValueError(
                     "tree must be made of positive integers; got "
                     f"{width!r} in {list(self.widths)}"
+                )
+            if width > MAX_NUM_SPECULATIVE_TOKENS:
+                raise ValueError(
+                    "tree must be made of integers of at most "
+                    f"{MAX_NUM_SPECULATIVE_TOKENS}; got {width}"
                 )
 
     @property
@@ -85,7 +97,8 @@ class BestFirstTree:
                     f"tree.{name} must be a positive integer; got {value!r}"
                 )
         least = self.min_probability
-        if not isinstance(least, int | float) or not 0 <= least < 1:
+        is_number = is_int(least) or isinstance(least, float)
+        if not is_number or not 0 <= least < 1:
             raise ValueError(
                 f"tree.min_probability must be a number in [0, 1); got {least!r}"
             )

@@ -20,11 +20,14 @@ from vllm_specinfer.options import (
 from vllm_specinfer.sources import parse_sources
 from vllm_specinfer.trees import (
     check_limits,
+    check_num_nodes,
     default_num_nodes,
     default_tree,
     parse_num_nodes,
     parse_tree,
 )
+
+MAX_MESSAGE = 1000
 
 KNOWN_KEYS = (
     "method",
@@ -65,7 +68,37 @@ def parse_options(raw: Mapping[str, Any]) -> SpecInferOptions:
     Raises:
         ValueError: One sentence that says what must change.
     """
-    config = {str(key).replace("-", "_"): value for key, value in raw.items()}
+    try:
+        return _parse_options(normalised(raw))
+    except RecursionError:
+        raise ValueError(
+            "speculative_config must have fewer levels; got one too deep to follow"
+        ) from None
+    except ValueError as error:
+        text = str(error)
+        if len(text) <= MAX_MESSAGE:
+            raise
+        # A value may be of any size.
+        half = MAX_MESSAGE // 2
+        raise ValueError(f"{text[:half]} ... {text[-half:]}") from None
+
+
+def normalised(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionary with underscores in its keys, as on vLLM's command line.
+
+    Raises:
+        ValueError: A key is given in both spellings.
+    """
+    config: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = str(key).replace("-", "_")
+        if name in config:
+            raise ValueError(f"{name} must be given once; got it with - and with _")
+        config[name] = value
+    return config
+
+
+def _parse_options(config: Mapping[str, Any]) -> SpecInferOptions:
     for key in config:
         if key in _REFUSED_KEYS:
             raise ValueError(f"{key} {_REFUSED_KEYS[key]}; got {config[key]!r}")
@@ -106,8 +139,10 @@ def _parse_budget(
             or DEFAULT_NUM_SPECULATIVE_TOKENS
         )
         tree = default_tree(num_nodes)
-    if all(isinstance(s, SSMSource) for s in sources):
-        most = sum((s.tree or tree).num_nodes for s in sources)
+    check_num_nodes(num_nodes)
+    ssms = [s for s in sources if isinstance(s, SSMSource)]
+    if len(ssms) == len(sources):
+        most = sum((s.tree or tree).num_nodes for s in ssms)
         if num_nodes > most:
             raise ValueError(
                 f"num_speculative_tokens must be at most the tree's {most} nodes; got "

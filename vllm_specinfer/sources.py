@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_specinfer import checkpoints
 from vllm_specinfer.keys import refuse_unknown_keys
 from vllm_specinfer.options import (
     SSM_TYPES,
@@ -26,6 +27,7 @@ SSM_KEYS = (
 )
 NGRAM_KEYS = ("model", "prompt_lookup_min", "prompt_lookup_max")
 SUFFIX_KEYS = ("model", "max_tokens")
+MAX_HUB_ID = 96
 MODEL_FREE = ("ngram", "suffix")
 
 
@@ -88,11 +90,11 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
         raise ValueError(
             f"{where}.type must be one of {', '.join(SSM_TYPES)}; got {entry['type']!r}"
         )
-    own = {key: entry.get(key) for key in ("type", "revision", "quantization")}
+    own: dict[str, Any] = {key: entry.get(key) for key in SSM_KEYS[1:4]}
     own |= {"tree": tree, "num_speculative_tokens": num_nodes}
-    folder = Path(name).expanduser()
-    if (folder / MANIFEST).is_file():
-        members = _read_manifest(folder / MANIFEST)
+    manifest = _expanded(name) / MANIFEST
+    if os.path.isfile(manifest):
+        members = _read_manifest(manifest)
         return [
             replace(m, **{k: v for k, v in own.items() if v is not None})
             if isinstance(m, SSMSource)
@@ -105,14 +107,14 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
 def _parse_ngram(entry: Mapping[str, Any], where: str) -> NgramSource:
     """As vLLM: one bound given stands for both."""
     refuse_unknown_keys(entry, NGRAM_KEYS, where)
-    bounds = [entry.get(key) for key in NGRAM_KEYS[1:]]
+    bounds: list[Any] = [entry.get(key) for key in NGRAM_KEYS[1:]]
     for key, value in zip(NGRAM_KEYS[1:], bounds, strict=True):
         if value is not None and (not is_int(value) or value < 1):
             raise ValueError(f"{where}.{key} must be a positive integer; got {value!r}")
     least, most = bounds
     if least is None and most is None:
         return NgramSource()
-    source = NgramSource(least or most, most or least)
+    source = NgramSource(*(b or least or most for b in bounds))
     if source.prompt_lookup_min > source.prompt_lookup_max:
         raise ValueError(
             f"{where}.prompt_lookup_min must be at most prompt_lookup_max; got {least} "
@@ -135,9 +137,11 @@ def _parse_suffix(entry: Mapping[str, Any], where: str) -> SuffixSource:
 
 def _resolve_model(name: str, where: str) -> str:
     """A folder as it is, or a hub id."""
-    folder = Path(name).expanduser()
-    if not folder.exists():
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith("."):
+    folder = _expanded(name)
+    # Of os.path, as pathlib raises where a name is too long or holds a null.
+    if not os.path.exists(folder):
+        is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
+        if is_id and len(name) <= MAX_HUB_ID:
             return name
         raise ValueError(
             f"{where} must be an existing folder or a hub id; got {name!r}"
@@ -148,14 +152,20 @@ def _resolve_model(name: str, where: str) -> str:
         raise ValueError(
             f"{where} must be a folder with config.json or {MANIFEST}; got {name!r}"
         )
+    if (reason := checkpoints.broken_reason(folder)) is not None:
+        raise ValueError(reason)
     return str(folder)
+
+
+def _expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name))
 
 
 def _read_manifest(manifest: Path) -> list[Source]:
     """The members of a pool: entries as in ``ssms``, folders beside the manifest."""
     try:
-        content = json.loads(manifest.read_text())
-    except ValueError as error:
+        content = json.loads(manifest.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{manifest} must be JSON; got {error}") from error
     entries = content.get("ssms") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(
@@ -167,12 +177,29 @@ def _read_manifest(manifest: Path) -> list[Source]:
         )
     members: list[Source] = []
     for i, entry in enumerate(entries):
-        folder = manifest.parent / entry["model"]
         if entry["model"] not in MODEL_FREE:
-            if not (folder / "config.json").is_file():
-                raise ValueError(
-                    f"{manifest} must name folders with config.json; got {folder}"
-                )
-            entry = {**entry, "model": str(folder)}
+            entry = {**entry, "model": str(_member(manifest, entry["model"]))}
         members += _parse_source(entry, f"{manifest}: ssms[{i}]")
     return members
+
+
+def _member(manifest: Path, name: str) -> Path:
+    """The folder of a pool's member, which may be another's work: nothing but weights.
+
+    Raises:
+        ValueError: It is not there, not inside the pool, or not safe to load.
+    """
+    folder = manifest.parent / name
+    if not os.path.isfile(folder / "config.json"):
+        raise ValueError(f"{manifest} must name folders with config.json; got {folder}")
+    pool = manifest.parent.resolve()
+    # A pool in Hugging Face's cache has its files there, one for all revisions.
+    homes = {pool, pool.parents[1] / "blobs"} if len(pool.parents) > 1 else {pool}
+    files = (folder, *folder.iterdir())
+    outside = [f for f in files if homes.isdisjoint(f.resolve().parents)]
+    if outside or os.path.isfile(folder / MANIFEST):
+        found = outside[0] if outside else folder / MANIFEST
+        raise ValueError(f"{manifest} must name models inside its folder; got {found}")
+    if (reason := checkpoints.unsafe_reason(folder)) is not None:
+        raise ValueError(reason)
+    return folder

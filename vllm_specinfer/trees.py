@@ -10,6 +10,7 @@ from vllm_specinfer.options import (
     DEFAULT_MAX_WIDTH,
     DEFAULT_MIN_PROBABILITY,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
+    MAX_NUM_SPECULATIVE_TOKENS,
     BestFirstTree,
     ExpansionTree,
     Tree,
@@ -23,7 +24,18 @@ def parse_num_nodes(raw: Any, where: str = "") -> int | None:
         raise ValueError(
             f"{where}num_speculative_tokens must be a positive integer; got {raw!r}"
         )
+    if raw is not None:
+        check_num_nodes(raw, where)
     return raw
+
+
+def check_num_nodes(num_nodes: int, where: str = "") -> None:
+    """Raises ValueError where there are more nodes than can be meant."""
+    if num_nodes > MAX_NUM_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"{where}num_speculative_tokens must be at most "
+            f"{MAX_NUM_SPECULATIVE_TOKENS}; got {num_nodes}"
+        )
 
 
 def default_tree(num_nodes: int) -> BestFirstTree:
@@ -69,7 +81,7 @@ def parse_tree(raw: Any) -> Tree:
         return raw
     if isinstance(raw, str):
         parts = [part.strip() for part in raw.strip().strip("[]()").split(",")]
-        if not all(re.fullmatch(r"[+-]?\d+", part) for part in parts):
+        if not all(re.fullmatch(r"[+-]?\d{1,9}", part) for part in parts):
             raise ValueError(
                 "tree must be integers separated by commas, as in '1,1,3,1'; got "
                 f"{raw!r}"

@@ -9,6 +9,8 @@ import time
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
@@ -192,6 +194,62 @@ def test_bad_prompts_are_refused_in_one_sentence(target, tmp_path, content, sent
         read_prompts(file, AutoTokenizer.from_pretrained(target[0]))
 
 
+@pytest.fixture(scope="module")
+def tokenizer(target):
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(target[0])
+    loaded.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return loaded
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(st.characters()) | st.just("\ud800"),
+    lambda v: (
+        st.lists(v, max_size=3)
+        | st.dictionaries(st.sampled_from(("role", "content", "prompt")), v)
+    ),
+    max_leaves=6,
+)
+LINES = (
+    st.fixed_dictionaries({"prompt": JSON}).map(json.dumps)
+    | st.fixed_dictionaries({"messages": JSON}).map(json.dumps)
+    | JSON.map(json.dumps)
+    | st.just("[" * 10**5)
+    | st.text()
+)
+
+
+@settings(
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(LINES, max_size=3))
+def test_any_prompts_are_read_or_refused_in_one_sentence(tokenizer, tmp_path, lines):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines), "utf-8", "surrogatepass")
+    try:
+        prompts = read_prompts(file, tokenizer)
+    except ValueError as error:
+        assert " must " in str(error) and "; got " in str(error)
+        assert "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        assert all(0 <= t < len(tokenizer) for ids in prompts for t in ids)
+
+
+def test_files_of_an_earlier_run_are_refused_where_they_are_broken(target, tmp_path):
+    wanted = PoolSettings(*target)
+    open_folder(tmp_path, wanted, [])
+    for content in ("", "[]", '{"settings": 1}'):
+        (tmp_path / "tuning.json").write_text(content)
+        with pytest.raises(ValueError, match="must be as it was written; got"):
+            open_folder(tmp_path, wanted, [])
+    for content in ("text\n", '{"prompt": [1]}\n', "3\n"):
+        (tmp_path / "samples.jsonl").write_text(content)
+        with pytest.raises(ValueError, match="must be as it was written; got"):
+            read_samples(tmp_path)
+
+
 def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
     from transformers import AutoTokenizer
 
@@ -212,6 +270,10 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
         "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
         "hidden must be a multiple of 64; got 65": {"hidden": 65},
         "epochs must be at least 1; got 0": {"epochs": 0},
+        "seed must be at least 0; got -1": {"seed": -1},
+        "learning_rate must be a positive number; got nan": {"learning-rate": "nan"},
+        "Is a directory": {"prompts": tmp_path},
+        "Repo id must": {"target": "./none"},
         "No such file": {"prompts": tmp_path / "none.txt"},
         "at least two prompts": {"max-prompts": 1},
     }
@@ -220,7 +282,8 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
         options = {"target": model, "prompts": prompts, "out": out, **change}
         code = cli.main(["tune", *(f"--{k}={v}" for k, v in options.items())])
         assert code == 1
-        assert sentence in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
         assert (out / "tuning.json").read_bytes() == begun
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")

@@ -21,6 +21,7 @@ def install() -> None:
     from vllm import SamplingParams
 
     original = getattr(SamplingParams, "_validate_spec_decode", None)
+    # Without it vLLM is not a known one, which is said where an engine starts.
     if original is None or hasattr(original, _MARK):
         return
 

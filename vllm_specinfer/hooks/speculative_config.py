@@ -66,6 +66,7 @@ def _create(
     # First of all: the imports below need a vLLM that is known.
     refusals.refuse(compat.unsupported_reason())
 
+    import vllm
     from vllm.logger import init_logger
 
     from vllm_specinfer.config import SpecInferConfig
@@ -79,8 +80,11 @@ def _create(
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
     _switch_runner_on()
+    logger = init_logger(__name__)
+    if compat.release(vllm.__version__) is None:
+        logger.warning("vLLM %s is not known to specinfer", vllm.__version__)
     if options.truncation_notice is not None:
-        init_logger(__name__).warning("%s", options.truncation_notice)
+        logger.warning("%s", options.truncation_notice)
     return config
 
 
@@ -145,10 +149,9 @@ def _switch_runner_off() -> None:
 
 def _merge_flags(args: "EngineArgs") -> dict[str, Any]:
     """The user's dictionary with --spec-method, --spec-model and --spec-tokens."""
-    merged = {
-        key.replace("-", "_"): value
-        for key, value in (args.speculative_config or {}).items()
-    }
+    from vllm_specinfer.parsing import normalised
+
+    merged = normalised(args.speculative_config or {})
     for flag, key in (
         ("spec_method", "method"),
         ("spec_model", "model"),

@@ -4,9 +4,10 @@ Dimension legend: none; samples are ragged lists.
 """
 
 import collections
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
         ids = (
             _parse_line(line, tokenizer, f"{file}, line {number}")
             if file.suffix == ".jsonl"
-            else tokenizer.encode(line)
+            else _encoded(tokenizer.encode, line, f"{file}, line {number}")
         )
         if ids:
             found[tuple(ids[-MAX_PROMPT_TOKENS:])] = None
@@ -104,24 +105,35 @@ def _lines(file: Path) -> Iterator[str]:
 def _parse_line(line: str, tokenizer: Any, where: str) -> list[int]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} must be JSON; got {error}") from error
     prompt = row.get("prompt") if isinstance(row, dict) else None
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return _encoded(tokenizer.encode, prompt, where)
     if isinstance(prompt, list) and all(
         type(t) is int and 0 <= t < len(tokenizer) for t in prompt
     ):
         return prompt
     if isinstance(messages, list) and tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
+        template = functools.partial(
+            tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False
         )
+        return _encoded(template, messages, where)
     raise ValueError(
         f"{where} must have a prompt (text, or token ids below {len(tokenizer)}) or "
         f"messages; got {line[:80]!r}"
     )
+
+
+def _encoded(encode: Callable[[Any], list[int]], text: Any, where: str) -> list[int]:
+    try:
+        return encode(text)
+    except Exception as error:  # of a tokenizer or a chat template, which may be any
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"{where} must suit the target's tokenizer; got {reason}"
+        ) from error
 
 
 def read_samples(out: Path) -> list[Sample]:
@@ -130,7 +142,12 @@ def read_samples(out: Path) -> list[Sample]:
     samples = []
     if file.is_file():
         whole, _, rest = file.read_bytes().rpartition(b"\n")
-        samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
+        try:
+            samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{file} must be as it was written; got {error}"
+            ) from error
         if rest:
             os.truncate(file, len(whole) + 1 if whole else 0)
     return samples

@@ -4,10 +4,12 @@ Standard library only at import.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 SETTINGS_FILE = "tuning.json"
 # Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
@@ -43,13 +45,21 @@ class Training:
     seed: int = 0
 
     # Fields that count something.
-    _counts = ("max_tokens", "epochs", "batch_size")
+    _counts: ClassVar[tuple[str, ...]] = ("max_tokens", "epochs", "batch_size")
 
     def __post_init__(self) -> None:
         for name in self._counts:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
+        for name in ("draft_vocab", "max_prompts", "seed"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0; got {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate must be a positive number; got {self.learning_rate}"
+            )
         if not 0 < self.validation < 1:
             raise ValueError(
                 f"validation must be between 0 and 1; got {self.validation}"
@@ -117,7 +127,12 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
     file = out / SETTINGS_FILE
     wanted = asdict(settings)
     if file.is_file():
-        had = json.loads(file.read_text())["settings"]
+        try:
+            had = dict(json.loads(file.read_text())["settings"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} must be as it was written; got {error!r}"
+            ) from error
         different = [name for name in wanted if had.get(name) != wanted[name]]
         if different:
             changes = ", ".join(

@@ -85,7 +85,8 @@ class DrawTestingSampler(Sampler):
         pos: torch.Tensor,
         top_k: torch.Tensor | None,
         top_p: torch.Tensor | None,
-        use_fused_sampler: bool,
+        # vLLM 0.33 has one more than 0.32.
+        *flags: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
         slots = expanded_idx_mapping.numpy()
@@ -103,7 +104,7 @@ class DrawTestingSampler(Sampler):
             pos,
             None,
             None,
-            use_fused_sampler,
+            *flags,
         )
         for row, token in found.items():
             sampled[row] = token

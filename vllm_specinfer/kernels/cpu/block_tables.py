@@ -22,9 +22,16 @@ def gather_block_tables(
     num_blocks: torch.Tensor,  # [G, M]
     num_blocks_stride: int,
     num_reqs: int,
+    num_computed_tokens: torch.Tensor | None = None,  # [M], from vLLM 0.33 on
+    sliding_window_reach: torch.Tensor | None = None,  # [G], as well
+    block_sizes: torch.Tensor | None = None,  # [G], as well
+    MASK_SLIDING_WINDOW: bool = False,
     **_: object,
 ) -> None:
     """Copy the step's rows to the front of the input tables.
+
+    With ``MASK_SLIDING_WINDOW`` blocks that no row of the step can see any more are
+    replaced by block 0: they may be another request's by now.
 
     The dispatcher drops the launch grid, which alone tells how many padded rows to
     zero. Only CUDA graphs pad the batch, so on CPU there are none.
@@ -36,10 +43,15 @@ def gather_block_tables(
     for group, stride in enumerate(block_table_strides.tolist()):
         row_bytes = stride * INT32_BYTES
         source, target = sources[group], targets[group]
-        for request, count in zip(
-            requests, counts[group, requests].tolist(), strict=True
+        unseen = [0] * len(requests)
+        if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach[group])) > 0:
+            before = num_computed_tokens.numpy()[requests] - reach
+            unseen = (np.maximum(before, 0) // int(block_sizes[group])).tolist()
+        for request, count, num_unseen in zip(
+            requests, counts[group, requests].tolist(), unseen, strict=True
         ):
             ctypes.memmove(target, source + request * row_bytes, count * INT32_BYTES)
+            ctypes.memset(target, 0, min(num_unseen, count) * INT32_BYTES)
             target += row_bytes
 
 

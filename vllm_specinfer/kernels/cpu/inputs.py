@@ -197,9 +197,13 @@ def post_update(
     all_token_ids: torch.Tensor,  # [M, max_model_len]
     all_token_ids_stride: int,
     total_len: torch.Tensor,  # [M]
-    **_: object,
+    draft_tokens: torch.Tensor | None = None,  # from vLLM 0.33 on
+    *_: object,
+    **__: object,
 ) -> None:
     """Append the sampled tokens to their requests and advance the counters."""
+    if draft_tokens is not None:
+        raise ValueError("pipeline_parallel_size must be 1 on CPU; got more")
     idx = idx_mapping.numpy()
     num_reqs = idx.shape[0]
     sampled = sampled_tokens.numpy()
