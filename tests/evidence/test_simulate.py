@@ -127,6 +127,17 @@ def test_a_best_first_tree_without_limits_is_the_likeliest_nodes(tmp_path):
     assert (one.nodes <= 1).all() and (one.levels == 1).all()
 
 
+def test_a_best_first_tree_spends_nothing_on_a_hopeless_step(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    good = step_line(0, np.array([ROOT, 0, ROOT]), np.log([0.9, 0.8, 0.1]), [0, 1])
+    bad = step_line(0, np.array([ROOT, ROOT, 0]), np.log([0.04, 0.03, 0.02]), [0, 2])
+    file.write_text('{"tree": [2, 1]}\n' + good + bad)
+    found = simulate(read_trace(file), "", BestFirstTree(2, 2, 0.05), 2)
+    assert found.accepted.tolist() == [2, 0]
+    assert found.nodes.tolist() == [2, 0]
+    assert found.levels.tolist() == [2, 1]
+
+
 def test_costs_are_those_of_the_rows_and_levels_of_the_whole_batch():
     rows, seconds = np.array([1.0, 5.0, 9.0]), np.array([10.0, 20.0, 60.0])
     nodes, levels = np.array([1, 3]), np.array([1, 2])

@@ -336,6 +336,9 @@ def _draw_depths(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
     """Tokens per step if drafts went no deeper than that, at the smallest batch."""
     batch = min(by_batch)
     for name, one in by_batch[batch].items():
+        if name == PLAIN:
+            continue
         tokens = 1 + np.cumsum([0, *one.accepted])
         axes.plot(range(len(tokens)), tokens, "o-", label=name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="depth", ylabel=f"tokens per step, batch {batch}")
