@@ -302,14 +302,13 @@ def _plot(file: Path, results: Results, draw: Any) -> None:
         return
     panels = collections.defaultdict(dict)
     for (source, temperature, batch), methods in results.items():
-        title = f"{Path(source).name}, T = {temperature:g}"
-        panels[title][batch] = methods
+        panels[source, temperature][batch] = methods
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(6 * len(panels), 4), squeeze=False, sharey=True
     )
-    for panel, (title, by_batch) in zip(axes[0], panels.items(), strict=True):
+    for panel, (key, by_batch) in zip(axes[0], panels.items(), strict=True):
         draw(panel, by_batch)
-        panel.set_title(title)
+        panel.set_title(f"{Path(key[0]).name}, T = {key[1]:g}")
         panel.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=120)

@@ -1,8 +1,8 @@
 """Traces: every tree that an engine verified, and what of it the target wrote.
 
 A trace is JSONL. Its first line says what was recorded with what: `target`, `ssm`,
-`tree` (the expansion), `temperature`, `max_tokens`, `command`, `versions`. Each other
-line is one verified tree of one request, its nodes from the likeliest down:
+`prompts`, `tree` (the expansion), `temperature`, `max_tokens`, `command`, `versions`.
+Each other line is one verified tree of one request, its nodes from the likeliest down:
 `request`, and per node `depth` (1 for the root's children), `rank` among its siblings
 (0 for the likeliest), `parent` (an earlier node, -1 for the root), `score` (log of the
 chance that its sources give to its path) and `on_path` (1 where the target's own
