@@ -27,7 +27,7 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
     shown = run_command("bench", "--ignore-eos", *batches, **options)
     assert (tmp_path / "table.md").read_text() in shown
     rows = rows_of(tmp_path / "table.csv")
-    methods = ["plain", "specinfer", "ngram", "draft_model"]
+    methods = ["plain", "specinfer", "draft_model", "ngram"]
     assert [(int(r["batch"]), r["method"]) for r in rows] == [
         (batch, method) for batch in BATCHES for method in methods
     ]
@@ -84,6 +84,10 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     [
         ([], "needs --ssm or --config; got neither"),
         (["--config", 'plain={"model": "ngram"}'], "no config may be named 'plain'"),
+        (
+            ["--config", 'a={"method": "ngram"}', "--config", 'b={"method": "ngram"}'],
+            "one engine with method 'ngram' per process; got more: a, b",
+        ),
         (["--config", 'a={"model": "ngram"}', "--batches", "0"], "at least 1; got [0]"),
         (["--config", 'a={"model": "ngram"}', "--max-tokens", "1"], "at least 2; got"),
         (["--config", 'a={"model": "ngram"}', "--batches", "9"], "at least 9 prompts"),

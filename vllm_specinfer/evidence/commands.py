@@ -166,13 +166,11 @@ def _bench(args: argparse.Namespace) -> int:
     configs: dict[str, dict[str, Any]] = {}
     if args.ssm is not None:
         chain = {"num_speculative_tokens": args.chain}
-        configs = {
-            METHOD: {"method": METHOD, "model": args.ssm},
-            "ngram": {"method": "ngram", **chain},
-        }
+        configs[METHOD] = {"method": METHOD, "model": args.ssm}
         for ssm in parse_options({"model": args.ssm}).ssms[:1]:
             own = {"method": "draft_model", "model": ssm.model}
             configs["draft_model"] = {**own, **chain}
+        configs["ngram"] = {"method": "ngram", **chain}
     configs |= dict(args.config)
     if not configs:
         raise ValueError("bench needs --ssm or --config; got neither")
