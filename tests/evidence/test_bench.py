@@ -11,7 +11,8 @@ from vllm_specinfer import cli
 from vllm_specinfer.evidence.bench import Measured, report
 
 MAX_TOKENS = 16
-BATCHES = (1, 4)
+PROMPTS = 6
+BATCHES = (1, 3)
 
 
 def rows_of(file):
@@ -22,7 +23,7 @@ def rows_of(file):
 def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
     run_command, tmp_path
 ):
-    options = {"out": tmp_path, "max-tokens": MAX_TOKENS}
+    options = {"out": tmp_path, "max-tokens": MAX_TOKENS, "max-prompts": PROMPTS}
     batches = ["--batches", *map(str, BATCHES)]
     shown = run_command("bench", "--ignore-eos", *batches, **options)
     assert (tmp_path / "table.md").read_text() in shown
@@ -33,20 +34,21 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
     ]
     for row in rows:
         # Greedy float32: every method's text is plain vLLM's.
-        assert row["identical"] == row["texts"] == "12"
+        assert row["identical"] == row["texts"] == str(PROMPTS)
         per_step, steps = float(row["tokens per step"]), int(row["steps"])
         # Each prompt brings a token; a last step may bring up to 8 that are cut off.
-        most = 12 * (MAX_TOKENS - 1 + 8)
-        assert 12 * (MAX_TOKENS - 1) <= round(per_step * steps) <= most
+        most = PROMPTS * (MAX_TOKENS - 1 + 8)
+        assert PROMPTS * (MAX_TOKENS - 1) <= round(per_step * steps) <= most
         if row["method"] == "plain":
             assert per_step == 1 == float(row["ratio median"])
+            assert steps == PROMPTS * (MAX_TOKENS - 1)
         if row["method"] == "draft_model":
             assert per_step > 1.3
         assert float(row["ratio 25%"]) <= float(row["ratio median"])
         assert 0 < float(row["seconds to first token"]) < 60
     measured = rows_of(tmp_path / "batches.csv")
     counts = Counter((int(r["batch"]), r["method"]) for r in measured)
-    assert counts == {(b, m): 12 // b for b in BATCHES for m in methods}
+    assert counts == {(b, m): PROMPTS // b for b in BATCHES for m in methods}
     assert {int(r["tokens"]) for r in measured} == {b * MAX_TOKENS for b in BATCHES}
     for name in ("speedup.png", "depths.png"):
         assert (tmp_path / name).stat().st_size > 10_000
@@ -64,6 +66,9 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     plain = measured([1.0, 10.0, 4.0], [10, 10, 10], texts, {1: 30})
     quick = measured([0.5, 10.0, 1.0], [10, 10, 10], [[1, 2], [3, 5]], {1: 2, 3: 6})
     cells = {("p", t, 1): {"plain": plain, "quick": quick} for t in (0.0, 0.5)}
+    # A larger batch has fewer measurements.
+    large = measured([1.0], [30], texts, {1: 30})
+    cells["p", 0.0, 3] = {"plain": large, "quick": large}
     table = report(tmp_path, cells)
     # Rates 20, 1, 10 over 10, 1, 2.5; the median of the ratios 2, 1, 4.
     assert (

@@ -333,7 +333,7 @@ def _draw_ratios(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
     names = [name for name in first if name != PLAIN]
     for i, name in enumerate(names):
         ratios = [m[name].rates / m[PLAIN].rates for m in by_batch.values()]
-        low, middle, high = np.percentile(ratios, QUARTILES, axis=1)
+        low, middle, high = np.transpose([np.percentile(r, QUARTILES) for r in ratios])
         # Beside each other, so that bars do not hide each other.
         x = np.arange(len(by_batch)) + 0.06 * (i - (len(names) - 1) / 2)
         bars = np.stack([middle - low, high - middle])
