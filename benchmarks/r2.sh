@@ -39,18 +39,25 @@ if [ ! -e "$out/whole-head" ]; then
 fi
 
 compare() {
-    $python benchmarks/pools.py --data mtbench humaneval --temperatures 0 0.7 \
-        --prompts "$prompts" "$@"
+    $python -m vllm_specinfer.cli bench --prompts mtbench humaneval \
+        --temperatures 0 0.7 --max-prompts "$prompts" --engine '{"dtype": "float32"}' \
+        --out "$out/$1" "${@:2}"
+}
+# All nodes in every step: --config of a name and the rest of a configuration.
+config() {
+    configs+=(--config "$1={\"scheduler\": \"static\", $2}")
 }
 second=$out/pool/ssm1 third=$out/pool/ssm2
-compare \
-    --pool "1 SSM={\"model\": \"$ssm\"}" \
-    --pool "1 SSM, whole head={\"model\": \"$out/whole-head\"}" \
-    --pool "1 SSM, wider={\"model\": \"$ssm\", \"tree\": {\"max_width\": 8}}" \
-    --pool "1 SSM, 6 layers={\"model\": \"$out/large\"}" \
-    --pool "2 SSMs={\"ssms\": [\"$ssm\", \"$second\"]}" \
-    --pool "3 SSMs={\"ssms\": [\"$ssm\", \"$second\", \"$third\"]}"
-compare \
-    --pool "1 SSM, ngram={\"ssms\": [\"$ssm\", \"ngram\"]}" \
-    --pool "1 SSM, suffix={\"ssms\": [\"$ssm\", \"suffix\"]}" \
-    --pool "3 SSMs, suffix={\"ssms\": [\"$ssm\", \"$second\", \"$third\", \"suffix\"]}"
+configs=()
+config "1 SSM" "\"model\": \"$ssm\""
+config "1 SSM, whole head" "\"model\": \"$out/whole-head\""
+config "1 SSM, wider" "\"model\": \"$ssm\", \"tree\": {\"max_width\": 8}"
+config "1 SSM, 6 layers" "\"model\": \"$out/large\""
+config "2 SSMs" "\"ssms\": [\"$ssm\", \"$second\"]"
+config "3 SSMs" "\"ssms\": [\"$ssm\", \"$second\", \"$third\"]"
+compare ssms "${configs[@]}"
+configs=()
+config "1 SSM, ngram" "\"ssms\": [\"$ssm\", \"ngram\"]"
+config "1 SSM, suffix" "\"ssms\": [\"$ssm\", \"suffix\"]"
+config "3 SSMs, suffix" "\"ssms\": [\"$ssm\", \"$second\", \"$third\", \"suffix\"]"
+compare lookups "${configs[@]}"

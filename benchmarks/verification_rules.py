@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import forget
+from vllm_specinfer.evidence.engines import forget
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

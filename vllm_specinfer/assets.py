@@ -114,25 +114,34 @@ def chat_token_ids(model: Path | str, texts: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def prompt_ids(source: str, count: int) -> list[list[int]]:
+def prompt_ids(
+    source: str, count: int = 0, model: Path | str | None = None
+) -> list[list[int]]:
     """Prompts of a benchmark as token ids, spread over all of its categories.
 
     Args:
-        source: "mtbench" (as chats), "humaneval" (as plain text) or a JSONL file with
-            token ids as `prompt`.
-        count: Most prompts to take.
-    """
-    if source == "mtbench":
-        prompts = chat_token_ids(smollm2(), mtbench())
-    elif source == "humaneval":
-        from transformers import AutoTokenizer
+        source: "mtbench" (as chats), "humaneval" (as plain text) or a file, as
+            `tuning.data.read_prompts` reads it.
+        count: Most prompts to take; 0 for all.
+        model: Folder or hub id with the tokenizer; None for SmolLM2's.
 
-        tokenizer = AutoTokenizer.from_pretrained(smollm2())
-        prompts = [tokenizer.encode(text) for text in humaneval()]
+    Raises:
+        ValueError: The file is none of prompts.
+        OSError: The file or the model is missing.
+    """
+    from transformers import AutoTokenizer
+
+    from vllm_specinfer.tuning.data import read_prompts
+
+    model = model or smollm2()
+    if source == "mtbench":
+        prompts = chat_token_ids(model, mtbench())
+    elif source == "humaneval":
+        prompts = AutoTokenizer.from_pretrained(model)(humaneval()).input_ids
     else:
-        with open(source) as file:
-            prompts = [json.loads(line)["prompt"] for line in file]
-    return prompts[:: -(-len(prompts) // count)]
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        prompts = read_prompts(Path(source), tokenizer, max_tokens=0)
+    return prompts[:: -(-len(prompts) // count)] if count else prompts
 
 
 def _package(module: str, distribution: str) -> Path:

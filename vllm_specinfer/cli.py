@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_specinfer.evidence import commands as evidence
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
 SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
@@ -17,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_tune(commands)
     _add_check(commands)
+    evidence.add(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

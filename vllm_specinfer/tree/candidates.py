@@ -22,12 +22,14 @@ class FinishedTrees:
         tokens: [R, N] int64. Where a request has fewer than N nodes, the rest are
             children of the root with token `NO_TOKEN`.
         parents: [R, N] int32.
+        scores: [R, N] float32 of the nodes; -inf where there is none.
         places: [R, C + 1] the node of each candidate, N or more where it is none; the
             last column stands for candidates that never were one.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
+    scores: np.ndarray
     places: np.ndarray
 
     def each(self) -> Iterator[TokenTree]:
@@ -95,13 +97,14 @@ class Candidates:
         parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
         scores = self.scores[rows, order]
         missing = ~np.isfinite(scores) | (scores < least)
-        tokens[missing], parents[missing] = NO_TOKEN, ROOT
+        tokens[missing], parents[missing], scores[missing] = NO_TOKEN, ROOT, -np.inf
         rank[rows, order] = np.where(missing, num_nodes, rank[rows, order])
         pad = num_nodes - tokens.shape[1]
         if pad > 0:
             tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
             parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
-        return FinishedTrees(tokens, parents.astype(np.int32), rank)
+            scores = np.pad(scores, ((0, 0), (0, pad)), constant_values=-np.inf)
+        return FinishedTrees(tokens, parents.astype(np.int32), scores, rank)
 
 
 def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:

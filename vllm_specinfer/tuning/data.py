@@ -68,12 +68,14 @@ def prepare(
     return TrainingData(training, validation, vocab)
 
 
-def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+def read_prompts(
+    file: Path, tokenizer: Any, max_tokens: int = MAX_PROMPT_TOKENS
+) -> list[list[int]]:
     """Prompts as token ids, in the order of the file, each once.
 
     A `.jsonl` line is `{"prompt": text}`, `{"prompt": [ids]}` or
     `{"messages": [...]}` (a chat, put through the chat template); any other file has
-    one prompt per line. Prompts are cut to their last `MAX_PROMPT_TOKENS` tokens.
+    one prompt per line. Prompts are cut to their last `max_tokens` tokens; 0 for all.
 
     Raises:
         ValueError: A line is none of these, or there is no prompt at all.
@@ -86,7 +88,7 @@ def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
             else _encoded(tokenizer.encode, line, f"{file}, line {number}")
         )
         if ids:
-            found[tuple(ids[-MAX_PROMPT_TOKENS:])] = None
+            found[tuple(ids[-max_tokens:])] = None
     if not found:
         raise ValueError(f"{file} must hold at least one prompt; got none")
     return [list(ids) for ids in found]

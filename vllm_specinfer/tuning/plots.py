@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from vllm_specinfer.plots import pyplot_for
+
 CURVES_FILE = "curves.csv"
 CURVES_PLOT = "curves.png"
 
@@ -23,14 +25,9 @@ def plot_curves(
         points: Another name and its hit rates.
         xlabel: What x counts there.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"{CURVES_PLOT} needs matplotlib: pip install 'vllm-specinfer[plot]'")
+    pyplot = pyplot_for(out / CURVES_PLOT)
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
     for name, rows in losses.items():
         if rows:

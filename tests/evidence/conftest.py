@@ -1,0 +1,46 @@
+"""Tiny models and prompts that the commands can use."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.models import VOCAB, add_tokenizer, noisy_copy, tiny_llama
+
+ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+
+
+@pytest.fixture(scope="package")
+def run_command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``run_command("bench", out=...)`` with tiny models and 12 prompts."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    target = tiny_llama(folder / "target", seed=0)
+    ssm = noisy_copy(target, folder / "ssm", noise=0.05)
+    add_tokenizer(target, ssm)
+    prompts = folder / "prompts.jsonl"
+    ids = np.random.default_rng(0).integers(0, VOCAB, (12, 9)).tolist()
+    prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ids))
+    common = {
+        "target": target,
+        "ssm": ssm,
+        "prompts": prompts,
+        "engine": json.dumps(ENGINE),
+    }
+
+    def run(command: str, *arguments: str, **options: object) -> str:
+        given = (f"--{name}={value}" for name, value in {**common, **options}.items())
+        return subprocess.run(
+            [sys.executable, "-m", "vllm_specinfer.cli", command, *given, *arguments],
+            check=True,
+            timeout=600,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        ).stdout
+
+    return run

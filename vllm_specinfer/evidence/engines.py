@@ -1,0 +1,68 @@
+"""Engines that live in this process, so that one can look into them."""
+
+import collections
+import os
+from typing import Any
+
+# So many positions of an engine are left for trees beyond the longest text.
+ROOM_FOR_DRAFTS = 64
+
+
+def stay_in_process() -> None:
+    """Have vLLM start the next engines in this process, quietly."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def core_of(llm: Any) -> Any:
+    """The engine core."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine's only worker."""
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
+def forget(llm: Any) -> None:
+    """Drop cached prefixes and finished texts: a prompt that is repeated is new."""
+    llm.reset_prefix_cache()
+    speculator = getattr(runner_of(llm), "speculator", None)
+    sources = getattr(speculator, "sources", None)
+    if sources is not None:
+        sources.forget()
+
+
+class StepLog:
+    """How many tokens each decoding step brought each request, with any method.
+
+    Attributes:
+        counts: Tokens of one request in one step -> how often. A text's last step may
+            count tokens that are cut off after it.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """Listen to an engine from now on."""
+        self.counts: collections.Counter[int] = collections.Counter()
+        self._decoding: set[str] = set()
+        self._scheduler = core_of(llm).scheduler
+        self._update = self._scheduler.update_from_output
+        self._scheduler.update_from_output = self
+
+    def __call__(self, scheduled: Any, output: Any) -> Any:
+        """What the scheduler hears of a step."""
+        pairs = zip(output.req_ids, output.sampled_token_ids, strict=False)
+        for req_id, tokens in pairs:
+            if not len(tokens) or req_id not in self._scheduler.requests:
+                continue
+            # A request's first token comes from its prompt.
+            if req_id in self._decoding:
+                self.counts[len(tokens)] += 1
+            self._decoding.add(req_id)
+        return self._update(scheduled, output)
+
+    def restart(self) -> None:
+        """Count from zero."""
+        self.counts.clear()
+        self._decoding.clear()

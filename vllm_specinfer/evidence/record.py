@@ -1,0 +1,157 @@
+"""Recording a trace: an engine with a wide tree writes down what it verifies."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from vllm.v1.core.sched.output import NewRequestData
+
+from vllm_specinfer import assets
+from vllm_specinfer.drafting.source import DraftStep
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.evidence.engines import runner_of
+from vllm_specinfer.evidence.trace import step_line
+from vllm_specinfer.trees import parse_tree
+from vllm_specinfer.tuning.settings import installed_versions
+
+MAX_NUM_SEQS = 8
+
+
+class Recorder:
+    """Writes a line for every tree that is verified, from a source set's own calls.
+
+    Attributes:
+        num_steps: Trees written.
+        num_nodes: Their nodes.
+        num_accepted: Those of them on the target's path.
+    """
+
+    def __init__(self, sources: SourceSet, file: TextIO) -> None:
+        """Listen to the sources of an engine.
+
+        Args:
+            sources: The engine's.
+            file: Where the lines go.
+        """
+        self.num_steps = self.num_nodes = self.num_accepted = 0
+        self._file = file
+        self._numbers: dict[str, int] = {}
+        # By slot: its request's number; parents and scores of its last tree.
+        self._requests: dict[int, int] = {}
+        self._trees: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._start, self._propose = sources.start, sources.propose
+        sources.start, sources.propose = self._on_start, self._on_propose
+        sources.observe = self._on_verified
+
+    def _on_start(self, slot: int, request: NewRequestData) -> None:
+        number = self._numbers.setdefault(request.req_id, len(self._numbers))
+        self._requests[slot] = number
+        self._start(slot, request)
+
+    def _on_propose(self, step: DraftStep) -> Any:
+        trees, draws = self._propose(step)
+        slots = step.slots[step.growing].tolist()
+        for slot, parents, scores in zip(
+            slots, trees.parents, trees.scores, strict=True
+        ):
+            size = np.isfinite(scores).sum()
+            self._trees[slot] = parents[:size], scores[:size]
+        return trees, draws
+
+    def _on_verified(self, slot: int, accepted: list[int]) -> None:
+        parents, scores = self._trees.pop(slot)
+        line = step_line(self._requests[slot], parents, scores, accepted)
+        self._file.write(line)
+        self.num_steps += 1
+        self.num_nodes += len(parents)
+        self.num_accepted += len(accepted)
+
+
+def record(
+    out: Path,
+    target: str,
+    ssm: str,
+    source: str,
+    tree: str,
+    max_prompts: int,
+    max_tokens: int,
+    temperature: float,
+    engine: dict[str, Any],
+    command: Sequence[str],
+) -> None:
+    """Answer prompts with a wide tree in every step and write the trace.
+
+    Args:
+        out: The trace; it appears once it is whole.
+        target: Folder or hub id.
+        ssm: What is `model` in a speculative config: an SSM, a pool, a lookup.
+        source: Prompts, as `assets.prompt_ids` takes them.
+        tree: The expansion.
+        max_prompts: Use no more; 0 for all.
+        max_tokens: Of each answer.
+        temperature: Of each answer; each prompt has a seed of its own.
+        engine: Further arguments of `vllm.LLM`.
+        command: The command line, for the record.
+
+    Raises:
+        ValueError: The input cannot be used, or vLLM counted other trees.
+        OSError: A file is missing or the disk is full.
+    """
+    from vllm import LLM, SamplingParams
+
+    shape = parse_tree(tree)
+    prompts = assets.prompt_ids(source, max_prompts, target)
+    room = max(map(len, prompts)) + max_tokens + shape.num_nodes + 1
+    llm = LLM(
+        **{
+            "model": target,
+            "max_model_len": room,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "disable_log_stats": False,
+            "speculative_config": {
+                "method": "specinfer",
+                "model": ssm,
+                "tree": shape.widths,
+                "scheduler": "static",
+            },
+            **engine,
+        }
+    )
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i)
+        for i in range(len(prompts))
+    ]
+    about = {
+        "target": target,
+        "ssm": ssm,
+        "prompts": source,
+        "tree": shape.widths,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "command": list(command),
+        "versions": installed_versions(),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_suffix(".unfinished")
+    with unfinished.open("w") as file:
+        file.write(json.dumps(about) + "\n")
+        recorder = Recorder(runner_of(llm).speculator.sources, file)
+        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    _check(llm, recorder)
+    unfinished.replace(out)
+
+
+def _check(llm: Any, recorder: Recorder) -> None:
+    """Raises ValueError unless vLLM's own counters say the same."""
+    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    counted = [int(values[f"vllm:spec_decode_num_{name}"]) for name in names]
+    found = [recorder.num_steps, recorder.num_nodes, recorder.num_accepted]
+    if counted != found:
+        raise ValueError(
+            "every tree must be verified whole (raise max_model_len or "
+            "max_num_batched_tokens): vLLM counted trees, nodes and accepted nodes "
+            f"{counted}; got {found}"
+        )
