@@ -69,6 +69,7 @@ def _create(
     from vllm.logger import init_logger
 
     from vllm_specinfer.config import SpecInferConfig
+    from vllm_specinfer.hooks import stat_loggers
     from vllm_specinfer.parsing import parse_options
 
     options = parse_options(_merge_flags(args))
@@ -79,6 +80,7 @@ def _create(
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
     _switch_runner_on()
+    stat_loggers.install()
     if options.truncation_notice is not None:
         init_logger(__name__).warning("%s", options.truncation_notice)
     return config

@@ -1,0 +1,50 @@
+"""What is counted in a step, on its way from the worker to the front end.
+
+The worker hands a `WorkerStats` to the scheduler with the step's output; the scheduler
+makes a `StepStats` of it, which goes to the front end with vLLM's own statistics.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+# Why a request runs in a step without any node: its tree was left out because it does
+# not pay, or to measure a plain step; no source knew a likely token; the length limit,
+# the step's token limit or a preemption took the nodes away; it reads its prompt.
+BUDGET, MEASURING, NO_CANDIDATES = "budget", "measuring", "no_candidates"
+NO_ROOM, PREFILL = "no_room", "prefill"
+REASONS = (BUDGET, MEASURING, NO_CANDIDATES, NO_ROOM, PREFILL)
+
+DRAFT, VERIFY, COMMIT = "draft", "verify", "commit"
+PHASES = (DRAFT, VERIFY, COMMIT)
+
+
+@dataclass
+class WorkerStats:
+    """What the worker did in one step.
+
+    Attributes:
+        drafted: Nodes of the next trees, by source.
+        accepted: By request id the source of each accepted node, by depth.
+        seconds: Host time by phase.
+    """
+
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: dict[str, list[str]] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class StepStats:
+    """What one step adds to the metrics; nothing but what msgpack knows.
+
+    Attributes:
+        drafted: Nodes of the next trees, by source.
+        accepted: Accepted tokens by source.
+        plain: Requests that ran without nodes, by reason.
+        seconds: Host time by phase.
+    """
+
+    drafted: dict[str, int]
+    accepted: dict[str, int]
+    plain: dict[str, int]
+    seconds: dict[str, float]
