@@ -21,8 +21,9 @@ def received(plain, accepted=()) -> SchedulerStats:
     for depth in accepted:
         trees.observe_draft(8, depth)
     total = Counter(ssm0=sum(accepted))
-    step = StepStats(Counter(ssm0=9), total, Counter(plain), Counter({DRAFT: 0.25}))
-    stats = SchedulerStats(spec_decoding_stats=trees, kv_connector_stats=vars(step))
+    step = StepStats(Counter(ssm0=9), total, Counter(plain), Counter({DRAFT: 250_000}))
+    stats = SchedulerStats(spec_decoding_stats=trees)
+    step.put_into(stats.num_kv_fetch_reqs_by_stage)
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
     return MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
 
@@ -49,13 +50,15 @@ def value(name, engine, **labels):
 
 def test_steps_of_two_engines_are_counted(make_config, make_llama, monkeypatch):
     config = make_config({"method": "specinfer", "ssms": [make_llama("ssm"), "suffix"]})
-    # vLLM's own logger would take the counts for those of a KV connector.
+    # vLLM's own logger would report the counts as those of a KV connector.
     monkeypatch.setattr(loggers.logger, "level", logging.INFO)
     manager = loggers.StatLoggerManager(config, [0, 1], aggregate_engine_logging=True)
     assert any(isinstance(x, loggers.LoggingStatLogger) for x in manager.stat_loggers)
     manager.record(received({PREFILL: 2, BUDGET: 1}, accepted=[3, 0]), None, None, 1)
     manager.record(received({BUDGET: 1}), None, None, 1)
-    manager.record(received({PREFILL: 1}), None, None, 1)
+    last = received({PREFILL: 1})
+    manager.record(last, None, None, 1)
+    assert not last.num_kv_fetch_reqs_by_stage
     manager.record(None, None, None, 1)
     manager.record(SchedulerStats(), None, None, 1)
     found = {

@@ -20,9 +20,9 @@ SECONDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 class TreeStatLogger(AggregateStatLoggerBase):
     """Takes each step's `StepStats` out of vLLM's statistics and counts them.
 
-    It must come before vLLM's loggers, which take what it takes out for the transfer
-    statistics of a KV connector, and be made after them: a Prometheus logger of vLLM
-    first drops all metrics whose names begin as these do.
+    It should come before vLLM's loggers, which would report transfers of K/V, and be
+    made after them: a Prometheus logger of vLLM first drops all metrics whose names
+    begin as these do.
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
@@ -76,10 +76,9 @@ class TreeStatLogger(AggregateStatLoggerBase):
         engine_idx: int = 0,
     ) -> None:
         """Count one step (vllm/v1/metrics/loggers.py)."""
-        if scheduler_stats is None or scheduler_stats.kv_connector_stats is None:
+        if scheduler_stats is None:
             return
-        step = StepStats(**scheduler_stats.kv_connector_stats)
-        scheduler_stats.kv_connector_stats = None
+        step = StepStats.taken_from(scheduler_stats.num_kv_fetch_reqs_by_stage)
         for counters, counts in (
             (self._drafted, step.drafted),
             (self._accepted, step.accepted),
@@ -87,8 +86,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
         ):
             for label, count in counts.items():
                 counters[engine_idx, label].inc(count)
-        for phase, seconds in step.seconds.items():
-            self._seconds[engine_idx, phase].observe(seconds)
+        for phase, microseconds in step.microseconds.items():
+            self._seconds[engine_idx, phase].observe(microseconds / 1e6)
         trees = scheduler_stats.spec_decoding_stats
         if trees is not None:
             self._nodes[engine_idx,].observe(trees.num_draft_tokens)

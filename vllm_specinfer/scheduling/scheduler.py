@@ -1,6 +1,5 @@
 """The scheduler subclass: grammars along trees instead of chains, and metrics."""
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -105,13 +104,14 @@ class SpecInferScheduler(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's statistics with ours in the place of a KV connector's.
+        """vLLM's statistics with ours among the numbers about KV connectors.
 
-        No other field reaches a front end in another process; connectors are refused.
+        A front end in another process gets only the fields that vLLM's class has. These
+        numbers are all 0, as connectors are refused, and a key too many harms nobody.
         """
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self._step is not None:
-            stats.kv_connector_stats = vars(self._step)
+            self._step.put_into(stats.num_kv_fetch_reqs_by_stage)
             self._step = None
         return stats
 
@@ -119,21 +119,23 @@ class SpecInferScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, worker: WorkerStats
     ) -> StepStats:
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        accepted, plain = Counter(), Counter()
+        step = StepStats(drafted=worker.drafted)
         for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
                 continue  # aborted meanwhile: vLLM counts nothing of it either
             if req_id in drafts:
-                accepted.update(worker.accepted.get(req_id, ()))
+                step.accepted.update(worker.accepted.get(req_id, ()))
             elif (
                 num_tokens > 1
                 or request.num_computed_tokens <= request.num_prompt_tokens
             ):
-                plain[PREFILL] += 1
+                step.plain[PREFILL] += 1
             else:
-                plain[self._reasons.get(req_id, NO_ROOM)] += 1
-        return StepStats(worker.drafted, accepted, plain, worker.seconds)
+                step.plain[self._reasons.get(req_id, NO_ROOM)] += 1
+        for phase, seconds in worker.seconds.items():
+            step.microseconds[phase] = round(seconds * 1e6)
+        return step
 
     def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
         """The tree of a request's scheduled drafts; placeholders hang on the root."""

@@ -17,6 +17,8 @@ REASONS = (BUDGET, MEASURING, NO_CANDIDATES, NO_ROOM, PREFILL)
 DRAFT, VERIFY, COMMIT = "draft", "verify", "commit"
 PHASES = (DRAFT, VERIFY, COMMIT)
 
+_MARK = "specinfer"
+
 
 @dataclass
 class WorkerStats:
@@ -35,16 +37,31 @@ class WorkerStats:
 
 @dataclass
 class StepStats:
-    """What one step adds to the metrics; nothing but what msgpack knows.
+    """What one step adds to the metrics.
 
     Attributes:
         drafted: Nodes of the next trees, by source.
         accepted: Accepted tokens by source.
         plain: Requests that ran without nodes, by reason.
-        seconds: Host time by phase.
+        microseconds: Host time by phase.
     """
 
-    drafted: dict[str, int]
-    accepted: dict[str, int]
-    plain: dict[str, int]
-    seconds: dict[str, float]
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    plain: Counter[str] = field(default_factory=Counter)
+    microseconds: Counter[str] = field(default_factory=Counter)
+
+    def put_into(self, numbers: dict[str, int]) -> None:
+        """Add everything to a dictionary of vLLM's, under keys of our own."""
+        for name, counts in vars(self).items():
+            for label, count in counts.items():
+                numbers[f"{_MARK} {name} {label}"] = count
+
+    @classmethod
+    def taken_from(cls, numbers: dict[str, int]) -> "StepStats":
+        """What `put_into` has added to a dictionary, which is as before then."""
+        step = cls()
+        for key in [key for key in numbers if key.startswith(_MARK)]:
+            _, name, label = key.split(" ")
+            getattr(step, name)[label] = numbers.pop(key)
+        return step
