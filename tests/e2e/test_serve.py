@@ -144,9 +144,9 @@ async def run_all(address: str, prompts: list[list[int]]) -> list[list[int]]:
 def check_metrics(found: Metrics, seconds: float) -> None:
     """The trees' metrics agree with vLLM's."""
     accepted = found["vllm:spec_decode_num_accepted_tokens_total"]
-    assert found.by("source", "vllm:specinfer_accepted_tokens_total") == {
-        "ssm0": accepted
-    }
+    sources = found.by("source", "vllm:specinfer_accepted_tokens_total")
+    assert set(sources) == {"suffix", "ssm0"} and min(sources.values()) > 0
+    assert sum(sources.values()) == accepted
     assert found["vllm:specinfer_accepted_depth_sum"] == accepted
     drafts = found["vllm:spec_decode_num_drafts_total"]
     assert found["vllm:specinfer_accepted_depth_count"] == drafts
