@@ -11,7 +11,8 @@ from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 
-logger = init_logger(__name__)
+# Below vLLM's logger: that is the one with a handler for information.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class SpecInferCPUWorker(CPUWorker):

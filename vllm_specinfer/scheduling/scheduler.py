@@ -9,6 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
@@ -42,6 +43,7 @@ class SpecInferScheduler(Scheduler):
         # Why requests have no drafts, of those for which there is a reason.
         self._reasons: dict[str, str] = {}
         # Of the step whose output is being processed.
+        self._worker = WorkerStats()
         self._step: StepStats | None = None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
@@ -100,8 +102,27 @@ class SpecInferScheduler(Scheduler):
         """As vLLM's; what the step adds to the metrics goes along."""
         worker = getattr(model_runner_output, "tree_stats", None)
         if self.log_stats and worker is not None:
+            self._worker = worker
             self._step = self._stats_of(scheduler_output, worker)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        *,
+        request_id: str,
+        **counts: Any,
+    ) -> SpecDecodingStats | None:
+        """As vLLM's, without the drafts that pad a prompt's last token.
+
+        vLLM gives a request that joins with one token as many drafts as the others may
+        have, so that all have as many rows; there is no tree behind them.
+        """
+        if request_id not in self._worker.accepted:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, request_id=request_id, **counts
+        )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics with ours among the numbers about KV connectors.
@@ -118,14 +139,13 @@ class SpecInferScheduler(Scheduler):
     def _stats_of(
         self, scheduler_output: SchedulerOutput, worker: WorkerStats
     ) -> StepStats:
-        drafts = scheduler_output.scheduled_spec_decode_tokens
         step = StepStats(drafted=worker.drafted)
         for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
                 continue  # aborted meanwhile: vLLM counts nothing of it either
-            if req_id in drafts:
-                step.accepted.update(worker.accepted.get(req_id, ()))
+            if req_id in worker.accepted:
+                step.accepted.update(worker.accepted[req_id])
             elif (
                 num_tokens > 1
                 or request.num_computed_tokens <= request.num_prompt_tokens

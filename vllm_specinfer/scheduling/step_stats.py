@@ -26,7 +26,8 @@ class WorkerStats:
 
     Attributes:
         drafted: Nodes of the next trees, by source.
-        accepted: By request id the source of each accepted node, by depth.
+        accepted: By request id the source of each accepted node, by depth; of all
+            requests whose tree was verified.
         seconds: Host time by phase.
     """
 
