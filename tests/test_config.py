@@ -378,17 +378,17 @@ def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undo
 
 
 @pytest.mark.parametrize(
-    ("options", "follows"),
+    ("options", "said"),
     [
-        ({}, True),
-        ({"verification": "naive"}, True),
-        ({"scheduler": "static"}, False),
-        ({"tree": [2, 1]}, False),
-        ({"verification": "mss"}, False),
+        ({}, "as many as pay"),
+        ({"verification": "naive"}, "as many as pay"),
+        ({"scheduler": "static"}, "all in every step, because the scheduler is"),
+        ({"tree": [2, 1]}, "because the tree is an expansion"),
+        ({"verification": "mss"}, "because a seeded text under 'mss' depends"),
     ],
 )
 def test_nodes_follow_the_load_where_the_text_cannot_tell(
-    make_llama, v2_undone, options, follows
+    make_llama, v2_undone, options, said
 ):
     from vllm import EngineArgs
 
@@ -397,6 +397,23 @@ def test_nodes_follow_the_load_where_the_text_cannot_tell(
         model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
     )
     spec = args.create_engine_config().speculative_config
-    assert spec.follows_load is follows
+    assert spec.follows_load is (said == "as many as pay") and said in spec.summary
     spec.target_parallel_config.tensor_parallel_size = 2
     assert not spec.follows_load
+
+
+def test_metrics_and_log_name_the_sources_lookups_first(make_llama, v2_undone):
+    from vllm import EngineArgs
+
+    one, other = make_llama("one"), make_llama("other")
+    config = {"method": "specinfer", "ssms": [one, "suffix", other, "ngram"]}
+    args = EngineArgs(
+        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
+    )
+    spec = args.create_engine_config().speculative_config
+    assert spec.source_names == ("suffix", "ngram", "ssm0", "ssm1")
+    said = f"sources suffix, ngram, ssm0 ({one}), ssm1 ({other}); BestFirstTree("
+    assert spec.summary.startswith(said)
+    assert spec.summary.endswith(
+        "at most 8 nodes, as many as pay; verification coupled"
+    )

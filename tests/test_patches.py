@@ -29,11 +29,13 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config.speculative import register_speculative_method
 from vllm.triton_utils import HAS_TRITON, triton
 from tests.e2e import engine
-from vllm_specinfer.hooks import cpu_v2, speculative_config
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm_specinfer.hooks import cpu_v2, speculative_config, stat_loggers
 from vllm_specinfer.kernels.cpu import step_kernels
 
 cpu_v2.enable_in_frontend = cpu_v2.disable_in_frontend = lambda: None
 cpu_v2.enable_in_worker = step_kernels.register
+stat_loggers.install = lambda: None
 register_speculative_method("specinfer", speculative_config._create)
 result = engine._generate(json.loads(sys.argv[1]))
 assert not HAS_TRITON and not vllm.config.vllm.HAS_TRITON
@@ -41,6 +43,7 @@ assert triton.next_power_of_2.__module__ == "vllm.utils.math_utils"
 for owner, name in (
     (EngineArgs, "create_speculative_config"),
     (SamplingParams, "_validate_spec_decode"),
+    (StatLoggerManager, "__init__"),
 ):
     assert not hasattr(getattr(owner, name), "_specinfer_original")
 print("RESULT", json.dumps([vllm.__file__, result]))
@@ -116,6 +119,7 @@ def test_a_patched_vllm_needs_no_hook(patched, tmp_path):
     assert Path(file).is_relative_to(folder)
     assert result["drafts"] > 0 and result["accepted"] > 0
     assert result["tokens"] == plain["tokens"]
+    assert result["metrics"]["accepted_tokens ssm0"] == result["accepted"]
 
 
 @pytest.mark.parametrize("release", compat.SUPPORTED)
@@ -128,7 +132,7 @@ def test_the_register_names_every_patch(release):
 
 def test_the_register_has_the_hashes_of_what_is_replaced():
     rows = re.findall(r"^\| `(vllm\S+)` \|.*`(\w{16})`.*`(\w{16})`", REGISTER, re.M)
-    assert len(rows) == 2
+    assert len(rows) == 3
     for name, *hashes in rows:
         # A module is what comes before the first capital letter.
         module, _, path = re.sub(r"\.([A-Z])", r":\1", name, count=1).partition(":")

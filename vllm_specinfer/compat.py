@@ -35,6 +35,8 @@ REQUIRED = (
     "vllm.triton_utils.dispatcher:register_kernels",
     "vllm.v1.attention.backends.registry:register_backend",
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+    "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+    "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
 )
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (

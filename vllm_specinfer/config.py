@@ -5,7 +5,7 @@ module needs vLLM but no hook.
 """
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import SkipValidation, ValidationError
 from vllm.config import ModelConfig, ParallelConfig
@@ -22,12 +22,17 @@ from vllm.v1.spec_decode.dynamic.utils import (
 
 from vllm_specinfer.options import (
     BestFirstTree,
+    NgramSource,
     Source,
     SpecInferOptions,
     SSMSource,
     Tree,
 )
 from vllm_specinfer.refusals import eagle_type, refuse, ssm_reason
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 logger = init_logger(__name__)
 
@@ -162,6 +167,20 @@ class SpecInferConfig(SpeculativeConfig):
         return self.options.sources
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """What metrics call the sources, in the order of their tests."""
+        lookups = [
+            "ngram" if isinstance(source, NgramSource) else "suffix"
+            for source in self.sources
+            if not isinstance(source, SSMSource)
+        ]
+        ssms = [
+            f"ssm{number}" if eagle_type(config) is None else "head"
+            for number, config in enumerate(self.ssm_model_configs)
+        ]
+        return (*lookups, *ssms)
+
+    @property
     def verification_rule(self) -> str:
         """The verification rule, "auto" resolved."""
         return self.options.verification_rule
@@ -173,18 +192,44 @@ class SpecInferConfig(SpeculativeConfig):
 
     @property
     def follows_load(self) -> bool:
-        """Nodes are admitted by what they bring and cost.
+        """Nodes are admitted by what they bring and cost."""
+        return self.static_reason is None
 
-        Not where the user has asked for a whole expansion, not under rules whose text
-        depends on the tree (with a seed it is to be the same again), and not with
-        tensor parallelism: every rank has its own clock, and all must agree.
-        """
+    @property
+    def static_reason(self) -> str | None:
+        """Why nodes do not follow the load, None where they do."""
+        if self.scheduler != "auto":
+            return f"the scheduler is {self.scheduler!r}"
+        if self.target_parallel_config.tensor_parallel_size != 1:
+            return "tensor-parallel ranks must agree and have a clock each"
+        if not isinstance(self.tree, BestFirstTree):
+            return "the tree is an expansion"
+        if self.verification_rule not in ("coupled", "naive"):
+            return f"a seeded text under {self.verification_rule!r} depends on the tree"
+        return None
+
+    @property
+    def summary(self) -> str:
+        """One line on what is on, and why something is off."""
+        paths = [f" ({ssm.model})" for ssm in self.options.ssms]
+        paths = [""] * (len(self.sources) - len(paths)) + paths
+        sources = map("".join, zip(self.source_names, paths, strict=True))
+        nodes = "as many as pay"
+        if self.static_reason is not None:
+            nodes = f"all in every step, because {self.static_reason}"
         return (
-            self.scheduler == "auto"
-            and self.target_parallel_config.tensor_parallel_size == 1
-            and isinstance(self.tree, BestFirstTree)
-            and self.verification_rule in ("coupled", "naive")
+            f"sources {', '.join(sources)}; {self.tree}, at most "
+            f"{self.num_speculative_tokens} nodes, {nodes}; verification "
+            f"{self.verification_rule}"
         )
+
+    def make_stat_logger(
+        self, vllm_config: "VllmConfig", engine_indexes: list[int]
+    ) -> "AggregateStatLoggerBase":
+        """What counts the trees in the front end (hooks/stat_loggers.py)."""
+        from vllm_specinfer.metrics import TreeStatLogger
+
+        return TreeStatLogger(vllm_config, engine_indexes)
 
     @property
     def max_level_width(self) -> int:

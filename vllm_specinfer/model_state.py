@@ -7,6 +7,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specinfer.attention.cpu import CPUTreeAttentionMetadataBuilder
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.compaction import commit_kv
+from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 
@@ -58,7 +60,8 @@ class TreeModelState(DefaultModelState):
         trees: TreeTable,
         start_request: Callable[[int, NewRequestData], None],
         bind_sampler: Callable[[Sampler], None],
-        on_verified: Callable[[int, list[int]], None],
+        on_verified: Callable[[str, int, list[int]], None],
+        on_time: Callable[[str, float], None],
         verification: str,
         draft_layer_names: set[str],
     ) -> None:
@@ -67,6 +70,7 @@ class TreeModelState(DefaultModelState):
         self._start_request = start_request
         self._bind_sampler = bind_sampler
         self._on_verified = on_verified
+        self._on_time = on_time
         self._verification = verification
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
@@ -150,7 +154,7 @@ class TreeModelState(DefaultModelState):
         """vLLM's sampler for plain rows, ours for trees."""
         self._bind_sampler(sampler)
         return sampler, TreeSampler(
-            sampler, self.plan_of, self.commit, self._verification
+            sampler, self.plan_of, self.commit, self._on_time, self._verification
         )
 
     def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
@@ -160,19 +164,20 @@ class TreeModelState(DefaultModelState):
             input_batch: The verified batch; its slot mappings are still in place.
             accepted: Per batch index the accepted rows, from depth 1 down.
         """
+        started = time.perf_counter()
         sources, targets = [], []
         for i, path in accepted.items():
             slot = int(input_batch.idx_mapping_np[i])
-            self._on_verified(slot, [row - 1 for row in path])
+            req_id = input_batch.req_ids[i]
+            self._on_verified(req_id, slot, [row - 1 for row in path])
             start = int(input_batch.query_start_loc_np[i])
             for depth, row in enumerate(path, start=1):
                 if row != depth:
                     sources.append(start + row)
                     targets.append(start + depth)
-        if not sources:
-            return
         for group_id, layers in enumerate(self._layers):
-            if layers:
+            if sources and layers:
                 slots = self._block_tables.slot_mappings[group_id]
                 caches = [layer.kv_cache for layer in layers]
                 commit_kv(caches, slots[sources], slots[targets], layers[0].isa)
+        self._on_time(COMMIT, time.perf_counter() - started)

@@ -38,6 +38,7 @@ from vllm_specinfer.options import SSMSource
 from vllm_specinfer.refusals import eagle_type
 from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
 
@@ -77,6 +78,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.speculative_config.follows_load:
             self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
+        self._names = self.speculative_config.source_names
         self._finished_at = 0.0
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
@@ -85,6 +87,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self._accepted: dict[int, list[int]] = {}
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
+        # Why the last batch's empty trees are empty, by request id.
+        self.reasons: dict[str, str] = {}
+        self._stats = WorkerStats()
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to prepare: no CUDA graphs are captured."""
@@ -145,6 +150,7 @@ class TreeSpeculator(DraftModelSpeculator):
             start_request=self._start_request,
             bind_sampler=self._bind_sampler,
             on_verified=self._on_verified,
+            on_time=self._on_time,
             verification=spec.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
@@ -228,9 +234,18 @@ class TreeSpeculator(DraftModelSpeculator):
         self._started = True
         self.sources.start(slot, request)
 
-    def _on_verified(self, slot: int, accepted: list[int]) -> None:
+    def _on_verified(self, req_id: str, slot: int, accepted: list[int]) -> None:
         self._accepted[slot] = accepted
-        self.sources.observe(slot, accepted)
+        found = self.sources.observe(slot, accepted)
+        self._stats.accepted[req_id] = [self._names[q] for q in found]
+
+    def _on_time(self, phase: str, seconds: float) -> None:
+        self._stats.seconds[phase] += seconds
+
+    def take_stats(self) -> WorkerStats:
+        """What was counted since the last call."""
+        stats, self._stats = self._stats, WorkerStats()
+        return stats
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
@@ -277,6 +292,7 @@ class TreeSpeculator(DraftModelSpeculator):
                     input_batch.input_ids[:n], input_batch.positions[:n]
                 )
             return torch.from_numpy(drafts)
+        started = time.perf_counter()
         states = None
         if self.speculative_config.reads_layers:
             states = torch.cat(aux_hidden_states, dim=-1)
@@ -291,16 +307,19 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.budget.learns:
                 self._remember()
         self._trees.drop(step.slots)
-        trees, draws = self.sources.propose(step, num_speculative_tokens)
+        trees, draws, counts, reasons = self.sources.propose(
+            step, num_speculative_tokens
+        )
         drafts[step.growing] = trees.tokens
-        self.trees = {
-            input_batch.req_ids[i]: tree
-            for i, tree in zip(step.growing.tolist(), trees.each(), strict=True)
-        }
+        growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
+        self.trees = dict(zip(growing, trees.each(), strict=True))
+        self.reasons = {growing[r]: reason for r, reason in reasons.items()}
         self._trees.write(
             step.slots[step.growing], trees.parents, step.roots.roots, draws
         )
+        self._stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
+        self._on_time(DRAFT, self._finished_at - started)
         return torch.from_numpy(drafts)
 
     def _step(

@@ -2,12 +2,17 @@
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer import refusals
 from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
+
+# Below vLLM's logger: that is the one with a handler for information.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class SpecInferCPUWorker(CPUWorker):
@@ -40,6 +45,12 @@ class SpecInferCPUWorker(CPUWorker):
         super().load_model(*args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
         refusals.refuse(refusals.layer_reason(layers.items()))
+        logger.info_once(
+            "specinfer: %s; tree attention CPU_ATTN, %s",
+            self.vllm_config.speculative_config.summary,
+            "C++ kernels" if extension.load() else "plain torch without C++ kernels",
+            scope="global",
+        )
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The last drafts, as many as each request's tree has nodes, and their parents.
@@ -55,4 +66,17 @@ class SpecInferCPUWorker(CPUWorker):
             trees[r].parents.tolist() if r in trees else [] for r in drafts.req_ids
         ]
         tokens = zip(drafts.draft_token_ids, parents, strict=True)
-        return DraftTrees(drafts.req_ids, [t[: len(p)] for t, p in tokens], parents)
+        return DraftTrees(
+            drafts.req_ids,
+            [t[: len(p)] for t, p in tokens],
+            parents,
+            self.model_runner.speculator.reasons,
+        )
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Verify and draft; what is counted goes along with the step's output."""
+        output = super().sample_tokens(*args, **kwargs)
+        if output is not None:
+            stats = self.model_runner.speculator.take_stats()
+            output.model_runner_output.tree_stats = stats
+        return output

@@ -10,11 +10,13 @@ from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain
 from vllm_specinfer.tree.token_tree import ROOT
 
 SHAPE = BestFirstTree(4, 4, 0.05)
+STEP = SimpleNamespace(growing=np.array([0]), slots=np.array([7]), decodes_only=True)
 
 
 class Chain:
@@ -44,10 +46,9 @@ class Chain:
 
 
 def propose(lookups, ssms, num_nodes, tree=SHAPE):
-    step = SimpleNamespace(growing=np.array([0]), decodes_only=True)
-    trees, draws = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(step)
-    (tree,) = trees.each()
-    return tree, draws[0]
+    drafts = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(STEP)
+    (tree,) = drafts.trees.each()
+    return tree, drafts.draws[0]
 
 
 def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
@@ -99,13 +100,9 @@ class Learning(Budget):
 def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
     liar, honest = Chain([1, 2], 0.9), Chain([3, 4], 0.5)
     sources = SourceSet([], [liar, honest], SHAPE, 2, Learning())
-    step = SimpleNamespace(
-        growing=np.array([0]), slots=np.array([7]), decodes_only=True
-    )
     kept = []
     for _ in range(300):
-        trees, _ = sources.propose(step)
-        (tree,) = trees.each()
+        (tree,) = sources.propose(STEP).trees.each()
         kept.append(tree.tokens.tolist())
         paths = [tree.path(i) for i in range(len(tree))]
         sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3])
@@ -114,3 +111,39 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
     assert honest.calibration.corrected(np.log(0.5)) > np.log(0.75)
     assert liar.calibration.corrected(np.log(0.9)) < np.log(0.5)
     sources.observe(7, [0])  # no tree stands there any more
+
+
+def test_a_shared_node_counts_for_the_first_source():
+    sources = SourceSet([Chain([1, 2], 0.5)], [Chain([1, 3], 0.9)], SHAPE, 3, Budget())
+    drafts = sources.propose(STEP)
+    (tree,) = drafts.trees.each()
+    nodes = {tuple(tree.path(i)): i for i in range(len(tree))}
+    assert set(nodes) == {(1,), (1, 2), (1, 3)}
+    assert drafts.counts == [2, 1] and not drafts.reasons
+    assert sources.observe(7, [nodes[1,], nodes[1, 3]]) == [0, 1]
+    assert sources.observe(7, [nodes[1,]]) == []  # no tree stands there any more
+
+
+class Stingy(Budget):
+    """Says no where it is told to."""
+
+    def __init__(self, grows=True, drafts=True, least=-np.inf):
+        self.grows = lambda num_reqs: grows
+        self.drafts = lambda num_reqs: drafts
+        self.least_score = lambda scores, drafted: least
+
+
+@pytest.mark.parametrize(
+    ("chance", "budget", "reason"),
+    [
+        (0.5, Stingy(grows=False), MEASURING),
+        (0.5, Stingy(drafts=False), BUDGET),
+        (0.5, Stingy(least=np.inf), BUDGET),
+        (0.01, Stingy(), NO_CANDIDATES),
+        (0.01, Stingy(least=np.inf), NO_CANDIDATES),
+    ],
+)
+def test_an_empty_tree_has_a_reason(chance, budget, reason):
+    ssm = Chain([1, 2], chance)
+    drafts = SourceSet([], [ssm], SHAPE, 3, budget).propose(STEP)
+    assert drafts.counts == [] and drafts.reasons == {0: reason}

@@ -19,7 +19,7 @@ from unittest import mock
 from vllm_specinfer.hooks import cpu_v2, speculative_config
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm import LLM, SamplingParams
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -229,6 +229,21 @@ def _top_gaps(logprobs) -> list[float] | None:
     return [values[0] - values[1] for values in best if len(values) > 1]
 
 
+def _tree_metrics(llm: "LLM") -> dict[str, float | list[float]]:
+    """Counters and [count, sum] of histograms, by name and label."""
+    found = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:specinfer_")
+        if name == metric.name:
+            continue
+        labels = {**metric.labels}
+        assert labels.pop("engine") == "0" and labels.pop("model_name")
+        counter = hasattr(metric, "value")
+        value = metric.value if counter else [metric.count, metric.sum]
+        found[" ".join([name, *labels.values()])] = value
+    return found
+
+
 def _params(params: dict) -> "SamplingParams":
     """Sampling parameters from JSON."""
     from vllm import SamplingParams
@@ -290,7 +305,10 @@ def _generate(job: dict) -> dict:
             llm.generate(prompt, p, use_tqdm=False)[0]
             for prompt, p in zip(prompts, params, strict=True)
         ]
-    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    metrics = {
+        m.name: getattr(m, "value", getattr(m, "values", None))
+        for m in llm.get_metrics()
+    }
     core = llm.llm_engine.engine_core.engine_core
     manager = core.scheduler.kv_cache_manager
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -303,6 +321,8 @@ def _generate(job: dict) -> dict:
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
+        "accepted_per_pos": metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos"),
+        "metrics": _tree_metrics(llm),
         "learned": sources and sources.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "blocks": manager.block_pool.num_gpu_blocks,

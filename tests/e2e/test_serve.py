@@ -7,6 +7,7 @@ because it asks for the version of a distribution named vllm.
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import engine
 from vllm_specinfer import assets
+from vllm_specinfer.scheduling.step_stats import PHASES, REASONS
 
-POOL = Path(__file__).parents[2] / "examples" / "pools" / "smollm2-135m"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+POOL = EXAMPLES / "pools" / "smollm2-135m"
 MAX_TOKENS = 40
 ABORTED = range(3, 32, 5)
 ARGS = {
@@ -42,8 +46,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with few KV blocks and small prefill chunks; its address."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A server with few KV blocks and small prefill chunks; its address and log."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -63,7 +67,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         *("--enable-prefix-caching", "--speculative-config"),
         json.dumps({"method": "specinfer", "model": str(POOL), "scheduler": "static"}),
     ]
-    environment = {**os.environ, **engine.ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {
+        **(os.environ | engine.ENV),
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+    }
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -79,19 +86,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 time.sleep(1)
         else:
             pytest.fail(log.read_text()[-3000:])
-        yield address
+        yield address, log
     finally:
         process.terminate()
         process.wait(60)
 
 
-def metrics(address: str) -> dict[str, float]:
-    text = urllib.request.urlopen(f"{address}/metrics").read().decode()
-    lines = (line for line in text.splitlines() if line.startswith("vllm:"))
-    return {
-        name.partition("{")[0]: float(value)
-        for name, value in (line.rsplit(" ", 1) for line in lines)
-    }
+class Metrics:
+    """What a Prometheus server would read."""
+
+    def __init__(self, address: str) -> None:
+        text = urllib.request.urlopen(f"{address}/metrics").read().decode()
+        families = text_string_to_metric_families(text)
+        self.samples = [sample for family in families for sample in family.samples]
+
+    def __getitem__(self, name: str) -> float:
+        """The sum over all labels."""
+        values = [s.value for s in self.samples if s.name == name]
+        assert values, name
+        return sum(values)
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """The values by one label."""
+        return {s.labels[label]: s.value for s in self.samples if s.name == name}
 
 
 async def stream(client, prompt: list[int], abort_after: int | None) -> list[int]:
@@ -124,8 +141,55 @@ async def run_all(address: str, prompts: list[list[int]]) -> list[list[int]]:
         )
 
 
+def check_metrics(found: Metrics, seconds: float) -> None:
+    """The trees' metrics agree with vLLM's."""
+    accepted = found["vllm:spec_decode_num_accepted_tokens_total"]
+    sources = found.by("source", "vllm:specinfer_accepted_tokens_total")
+    assert set(sources) == {"suffix", "ssm0"} and min(sources.values()) > 0
+    assert sum(sources.values()) == accepted
+    assert found["vllm:specinfer_accepted_depth_sum"] == accepted
+    drafts = found["vllm:spec_decode_num_drafts_total"]
+    assert found["vllm:specinfer_accepted_depth_count"] == drafts
+    nodes = found["vllm:spec_decode_num_draft_tokens_total"]
+    assert found["vllm:specinfer_drafted_nodes_total"] >= nodes > accepted > 0
+    assert found["vllm:specinfer_step_nodes_sum"] == nodes
+    plain = found.by("reason", "vllm:specinfer_plain_request_steps_total")
+    assert set(plain) == set(REASONS) and plain["prefill"] >= 32 - len(ABORTED)
+    assert not plain["budget"] and not plain["measuring"]
+    phases = found.by("phase", "vllm:specinfer_phase_seconds_sum")
+    assert set(phases) == set(PHASES) and min(phases.values()) > 0
+    assert sum(phases.values()) < seconds
+    (theirs,) = (
+        s.labels for s in found.samples if s.name == "vllm:kv_cache_usage_perc"
+    )
+    for sample in found.samples:
+        if sample.name.startswith("vllm:specinfer_"):
+            assert theirs.items() <= sample.labels.items()
+
+
+def check_dashboard(found: Metrics) -> None:
+    """Every expression names metrics, labels and values that the server exports."""
+    dashboard = json.loads((EXAMPLES / "grafana.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"]
+            metrics = re.findall(r"(vllm:\w+)\{(.*?)\}", expression)
+            assert metrics and len(metrics) == expression.count("vllm:"), expression
+            labels = set()
+            for name, selector in metrics:
+                of_metric = {
+                    k for s in found.samples if s.name == name for k in s.labels
+                }
+                assert set(re.findall(r"(\w+)[!=]", selector)) <= of_metric, name
+                labels |= of_metric
+            assert set(re.findall(r"by \((\w+)\)", expression)) <= labels, expression
+
+
 def test_32_streams_with_aborts_and_preemption_equal_plain_decoding(server, prompts):
-    streamed = asyncio.run(run_all(server, prompts))
+    address, log = server
+    started = time.monotonic()
+    streamed = asyncio.run(run_all(address, prompts))
+    seconds = time.monotonic() - started
     (plain,) = engine.run(
         [
             {
@@ -140,12 +204,14 @@ def test_32_streams_with_aborts_and_preemption_equal_plain_decoding(server, prom
             assert got == want[: len(got)], i
         else:
             assert got == want, i
-    after = metrics(server)
-    assert after["vllm:spec_decode_num_accepted_tokens_total"] > 0
-    assert after["vllm:num_preemptions_total"] > 0
     deadline = time.time() + 20
-    while metrics(server)["vllm:num_requests_running"] and time.time() < deadline:
+    while Metrics(address)["vllm:num_requests_running"] and time.time() < deadline:
         time.sleep(0.5)
-    after = metrics(server)
+    after = Metrics(address)
+    assert after["vllm:num_preemptions_total"] > 0
     assert after["vllm:num_requests_running"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
+    check_metrics(after, seconds)
+    check_dashboard(after)
+    (line,) = (x for x in log.read_text().splitlines() if "specinfer: sources" in x)
+    assert f"ssm0 ({POOL / 'ssm0'})" in line and "the scheduler is 'static'" in line

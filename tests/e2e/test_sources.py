@@ -55,6 +55,31 @@ def pools(models):
     }
 
 
+def by_label(result, name):
+    """The values of one metric by its label."""
+    metrics = result["metrics"].items()
+    return {key.split()[1]: v for key, v in metrics if key.split()[0] == name}
+
+
+def check_metrics(result):
+    """The trees' metrics agree with vLLM's, and with the text."""
+    metrics, drafts, accepted = (result[k] for k in ("metrics", "drafts", "accepted"))
+    assert sum(by_label(result, "accepted_tokens").values()) == accepted
+    assert metrics["accepted_depth"] == [drafts, accepted]
+    assert sum(result["accepted_per_pos"]) == accepted
+    assert metrics["step_nodes"][1] == result["drafted"] >= accepted
+    assert sum(by_label(result, "drafted_nodes").values()) >= result["drafted"]
+    for phase, (count, seconds) in by_label(result, "phase_seconds").items():
+        assert 0 < seconds < 60 and count > 0, phase
+    # Also those of one token, which vLLM pads with drafts.
+    plain = by_label(result, "plain_request_steps")
+    assert plain.pop("prefill") >= len(result["tokens"])
+    # Every step emits a token, and the last one of a request maybe too many.
+    emitted = accepted + drafts + sum(plain.values()) + len(result["tokens"])
+    kept = sum(len(tokens) for (tokens,) in result["tokens"])
+    assert kept <= emitted <= kept + 12 * len(result["tokens"])
+
+
 def test_every_pool_gives_the_text_of_plain_decoding(models):
     kinds = [GREEDY, SAMPLED, MONOTONOUS, SAMPLED]
     # Every prompt twice, so that the second can be looked up in the first's text.
@@ -65,11 +90,19 @@ def test_every_pool_gives_the_text_of_plain_decoding(models):
     for config in pools(models).values():
         config = {"model": None, **config}
         jobs.append(job(models[:2], config, params, prompts, **llm))
-    plain, *found = engine.run(jobs)
-    rates = {}
-    for name, result in zip(pools(models), found, strict=True):
+    plain, *results = engine.run(jobs)
+    assert not plain["metrics"]
+    found, rates = dict(zip(pools(models), results, strict=True)), {}
+    for name, result in found.items():
         check(plain, result)
+        check_metrics(result)
         rates[name] = result["accepted"] / result["drafts"]
+    # vLLM's positions are depths: the deepest of these trees has three levels.
+    reached = found["shapes"]["accepted_per_pos"]
+    assert min(reached[:3]) > 0 and not any(reached[3:])
+    accepted = by_label(found["everything"], "accepted_tokens")
+    assert set(accepted) == {"ngram", "suffix", "ssm0", "ssm1"}
+    assert min(accepted.values()) > 0
     print({name: 1 + rate for name, rate in rates.items()}, "tokens per step")
     assert rates["two"] > rates["one"]
     assert rates["everything"] > rates["two"]

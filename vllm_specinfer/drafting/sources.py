@@ -6,7 +6,7 @@ candidates per request.
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
@@ -17,7 +17,18 @@ from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.tree.candidates import Candidates, FinishedTrees, merge
+from vllm_specinfer.scheduling.step_stats import (
+    BUDGET,
+    MEASURING,
+    NO_CANDIDATES,
+    SCHEDULE,
+)
+from vllm_specinfer.tree.candidates import (
+    NO_TOKEN,
+    Candidates,
+    FinishedTrees,
+    merge,
+)
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -33,6 +44,22 @@ def lookup_source(
     if isinstance(source, NgramSource):
         return LookupSource(Ngrams(source, max_depth))
     return LookupSource(Suffixes(source, max_num_reqs, max_depth))
+
+
+class Drafts(NamedTuple):
+    """The trees of R requests.
+
+    Attributes:
+        trees: The trees.
+        draws: [R] the draws below each node, `ROOT` included, one item per source.
+        counts: [Q] nodes by source; what several propose is the first one's.
+        reasons: By request why it has no node, of those that have none.
+    """
+
+    trees: FinishedTrees
+    draws: list[dict[int, list[Draws]]]
+    counts: list[int]
+    reasons: dict[int, str]
 
 
 class SourceSet:
@@ -78,24 +105,19 @@ class SourceSet:
         for lookup in self.lookups:
             lookup.forget()
 
-    def propose(
-        self, step: DraftStep, most: int | None = None
-    ) -> tuple[FinishedTrees, list[dict[int, list[Draws]]]]:
+    def propose(self, step: DraftStep, most: int | None = None) -> Drafts:
         """The trees of R requests.
 
         Args:
             step: What they know.
             most: Nodes of a tree in this step, fewer than N; None for N.
-
-        Returns:
-            The trees, and per request the draws below each node, `ROOT` included, one
-            item per source.
         """
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
         least = np.full(num_reqs, self._least)
         proposals, asks = [], False
-        if most and self._budget.grows(num_reqs):
+        grows = most > 0 and self._budget.grows(num_reqs)
+        if grows:
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
                 known, _ = merge([p.candidates for p in proposals])
@@ -111,15 +133,33 @@ class SourceSet:
         union, columns = merge([p.candidates for p in proposals])
         kept = max(self._least, self._budget.least_score(union.scores, asks))
         trees = union.cut(most).best(self._num_nodes, kept)
-        if self._budget.learns:
-            self._remember(step, proposals, columns, trees)
-        return trees, self._draws(proposals, columns, trees)
+        given = self._scores_by_source(proposals, columns, trees)
+        slots = step.slots[step.growing].tolist()
+        for slot, parents, scores in zip(slots, trees.parents, given, strict=True):
+            self._given[slot] = parents, scores
+        return Drafts(
+            trees,
+            self._draws(proposals, columns, trees),
+            np.bincount(_first_source(given)[trees.tokens != NO_TOKEN]).tolist(),
+            self._reasons(trees, union.scores, most, grows, asks),
+        )
 
-    def observe(self, slot: int, accepted: list[int]) -> None:
-        """Of the slot's last tree these nodes were accepted."""
+    def observe(self, slot: int, accepted: list[int]) -> list[int]:
+        """Of the slot's last tree these nodes were accepted.
+
+        Returns:
+            The source of each of them.
+        """
         if slot not in self._given:
-            return
+            return []
         parents, scores = self._given.pop(slot)
+        if self._budget.learns:
+            self._calibrate(parents, scores, accepted)
+        return _first_source(scores[:, accepted]).tolist()
+
+    def _calibrate(
+        self, parents: np.ndarray, scores: np.ndarray, accepted: list[int]
+    ) -> None:
         above = np.where(parents == ROOT, 0.0, scores[:, parents])
         tested = (parents == ROOT) | np.isin(parents, accepted)
         for source, own, parent in zip(self.all(), scores, above, strict=False):
@@ -162,25 +202,43 @@ class SourceSet:
         """Rows of all SSMs so far, and their passes over levels."""
         return np.sum([source.work for source in self.ssms], axis=0)
 
-    def _remember(
+    def _scores_by_source(
         self,
-        step: DraftStep,
         proposals: list[Proposal],
         columns: list[np.ndarray],
         trees: FinishedTrees,
-    ) -> None:
-        """Keep who gave which chance, to compare with what gets accepted."""
-        shape = (len(step.growing), len(proposals), self._num_nodes)
-        given = np.full(shape, -np.inf)
+    ) -> np.ndarray:
+        """[R, Q, N] the score each source gave each node, -inf where it gave none."""
+        given = np.full((len(trees.tokens), len(proposals), self._num_nodes), -np.inf)
         for q, (proposal, column) in enumerate(zip(proposals, columns, strict=True)):
             scores = proposal.candidates.scores
             rows, found = np.nonzero(np.isfinite(scores))
             places = trees.places[rows, column[rows, found]]
             kept = places < self._num_nodes
             given[rows[kept], q, places[kept]] = scores[rows, found][kept]
-        slots = step.slots[step.growing].tolist()
-        for slot, parents, scores in zip(slots, trees.parents, given, strict=True):
-            self._given[slot] = parents, scores
+        return given
+
+    def _reasons(
+        self,
+        trees: FinishedTrees,
+        scores: np.ndarray,
+        most: int,
+        grows: bool,
+        asks: bool,
+    ) -> dict[int, str]:
+        """Why requests have no node, given all candidates' scores [R, C]."""
+        reasons = {}
+        candidates = (np.isfinite(scores) & (scores >= self._least)).any(axis=1)
+        for r in np.flatnonzero((trees.tokens == NO_TOKEN).all(axis=1)).tolist():
+            if not most:
+                reasons[r] = SCHEDULE
+            elif not grows:
+                reasons[r] = MEASURING
+            elif candidates[r] or (self.ssms and not asks):
+                reasons[r] = BUDGET
+            else:
+                reasons[r] = NO_CANDIDATES
+        return reasons
 
     def _draws(
         self,
@@ -197,3 +255,8 @@ class SourceSet:
                     if place < self._num_nodes:
                         draws[r].setdefault(int(place), []).append(drawn)
         return draws
+
+
+def _first_source(given: np.ndarray) -> np.ndarray:
+    """[..., N] the first source of each node, by the scores [..., Q, N] they gave."""
+    return np.isfinite(given).argmax(axis=-2)

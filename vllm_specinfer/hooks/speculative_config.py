@@ -70,6 +70,7 @@ def _create(
     from vllm.logger import init_logger
 
     from vllm_specinfer.config import SpecInferConfig
+    from vllm_specinfer.hooks import stat_loggers
     from vllm_specinfer.parsing import parse_options
 
     options = parse_options(_merge_flags(args))
@@ -80,6 +81,7 @@ def _create(
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
     _switch_runner_on()
+    stat_loggers.install()
     logger = init_logger(__name__)
     if compat.release(vllm.__version__) is None:
         logger.warning("vLLM %s is not known to specinfer", vllm.__version__)

@@ -1,4 +1,4 @@
-"""The scheduler subclass: drafts that a grammar constrains are trees, not chains."""
+"""The scheduler subclass: grammars along trees instead of chains, and metrics."""
 
 from typing import Any
 
@@ -6,10 +6,20 @@ import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.grammar import tree_bitmask
+from vllm_specinfer.scheduling.step_stats import (
+    NO_ROOM,
+    PREFILL,
+    StepStats,
+    WorkerStats,
+)
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
 # vLLM's stand-in for drafts that the worker keeps to itself.
@@ -30,10 +40,16 @@ class SpecInferScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         # Of requests with a grammar and drafts.
         self._trees: dict[str, TokenTree] = {}
+        # Why requests have no drafts, of those for which there is a reason.
+        self._reasons: dict[str, str] = {}
+        # Of the step whose output is being processed.
+        self._worker = WorkerStats()
+        self._step: StepStats | None = None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
         """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
         super().update_draft_token_ids(draft_token_ids)
+        self._reasons = draft_token_ids.reasons
         self._trees = {r: t for r, t in self._trees.items() if r in self.requests}
         for req_id, tokens, parents in zip(
             draft_token_ids.req_ids,
@@ -79,6 +95,67 @@ class SpecInferScheduler(Scheduler):
         ]
         counts = [len(of_request) - 1 for of_request in rows]
         return GrammarOutput(ids, np.concatenate(rows), counts)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's; what the step adds to the metrics goes along."""
+        worker = getattr(model_runner_output, "tree_stats", None)
+        if self.log_stats and worker is not None:
+            self._worker = worker
+            self._step = self._stats_of(scheduler_output, worker)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        *,
+        request_id: str,
+        **counts: Any,
+    ) -> SpecDecodingStats | None:
+        """As vLLM's, without the drafts that pad a prompt's last token.
+
+        vLLM gives a request that joins with one token as many drafts as the others may
+        have, so that all have as many rows; there is no tree behind them.
+        """
+        if request_id not in self._worker.accepted:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, request_id=request_id, **counts
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics with ours among the numbers about KV connectors.
+
+        A front end in another process gets only the fields that vLLM's class has. These
+        numbers are all 0, as connectors are refused, and a key too many harms nobody.
+        """
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None and self._step is not None:
+            self._step.put_into(stats.num_kv_fetch_reqs_by_stage)
+            self._step = None
+        return stats
+
+    def _stats_of(
+        self, scheduler_output: SchedulerOutput, worker: WorkerStats
+    ) -> StepStats:
+        step = StepStats(drafted=worker.drafted)
+        for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue  # aborted meanwhile: vLLM counts nothing of it either
+            if req_id in worker.accepted:
+                step.accepted.update(worker.accepted[req_id])
+            elif (
+                num_tokens > 1
+                or request.num_computed_tokens <= request.num_prompt_tokens
+            ):
+                step.plain[PREFILL] += 1
+            else:
+                step.plain[self._reasons.get(req_id, NO_ROOM)] += 1
+        for phase, seconds in worker.seconds.items():
+            step.microseconds[phase] = round(seconds * 1e6)
+        return step
 
     def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
         """The tree of a request's scheduled drafts; placeholders hang on the root."""

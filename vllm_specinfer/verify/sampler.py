@@ -4,6 +4,7 @@ Dimension legend: R requests of the batch, L logits rows of a step, V vocabulary
 requests whose walk still goes on at some level.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
@@ -44,6 +46,7 @@ class TreeSampler:
         sampler: Sampler,
         plan_of: Callable[[InputBatch], StepPlan | None],
         commit: Callable[[InputBatch, Accepted], None],
+        on_time: Callable[[str, float], None],
         verification: str = "coupled",
     ) -> None:
         """Wrap vLLM's sampler.
@@ -52,11 +55,13 @@ class TreeSampler:
             sampler: vLLM's sampler.
             plan_of: The tree layout of a batch, None where it has no live tree.
             commit: Moves the accepted rows' K/V to consecutive slots.
+            on_time: Hears how many seconds a phase took.
             verification: "coupled", "naive", "mss" or "rrs".
         """
         self.sampler = sampler
         self._plan_of = plan_of
         self._commit = commit
+        self._on_time = on_time
         self._tests: DrawTestingSampler | None = None
         if verification in ("mss", "rrs"):
             self._tests = DrawTestingSampler(sampler)
@@ -79,6 +84,7 @@ class TreeSampler:
         Returns:
             Accepted path and bonus token per request, in order.
         """
+        started = time.perf_counter()
         plan = self._plan_of(input_batch)
         emitted: list[list[int]] = [[] for _ in range(input_batch.num_reqs)]
         walks: dict[int, TreeWalk] = {}
@@ -109,7 +115,9 @@ class TreeSampler:
                 for i, token in zip(standing, tokens, strict=True)
                 if i in walks and walks[i].advance(token)
             ]
-        self._commit(input_batch, {i: walk.path for i, walk in walks.items()})
+        if plan is not None:
+            self._on_time(VERIFY, time.perf_counter() - started)
+            self._commit(input_batch, {i: walk.path for i, walk in walks.items()})
         return self._output(input_batch, emitted, levels)
 
     def _sample(
