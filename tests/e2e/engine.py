@@ -305,10 +305,10 @@ def _generate(job: dict) -> dict:
             llm.generate(prompt, p, use_tqdm=False)[0]
             for prompt, p in zip(prompts, params, strict=True)
         ]
-    metrics = {
-        m.name: getattr(m, "value", getattr(m, "values", None))
-        for m in llm.get_metrics()
-    }
+    metrics = {}
+    for m in llm.get_metrics():
+        found = (getattr(m, key, None) for key in ("value", "values", "count"))
+        metrics[m.name] = next(v for v in found if v is not None)
     core = llm.llm_engine.engine_core.engine_core
     manager = core.scheduler.kv_cache_manager
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -322,6 +322,7 @@ def _generate(job: dict) -> dict:
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "accepted_per_pos": metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos"),
+        "decode_steps": metrics["vllm:inter_token_latency_seconds"],
         "metrics": _tree_metrics(llm),
         "learned": sources and sources.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),

@@ -71,13 +71,10 @@ def check_metrics(result):
     assert sum(by_label(result, "drafted_nodes").values()) >= result["drafted"]
     for phase, (count, seconds) in by_label(result, "phase_seconds").items():
         assert 0 < seconds < 60 and count > 0, phase
-    # Also those of one token, which vLLM pads with drafts.
+    # vLLM pads prompts of one token with drafts: they count as prompts all the same.
     plain = by_label(result, "plain_request_steps")
     assert plain.pop("prefill") >= len(result["tokens"])
-    # Every step emits a token, and the last one of a request maybe too many.
-    emitted = accepted + drafts + sum(plain.values()) + len(result["tokens"])
-    kept = sum(len(tokens) for (tokens,) in result["tokens"])
-    assert kept <= emitted <= kept + 12 * len(result["tokens"])
+    assert drafts + sum(plain.values()) == result["decode_steps"]
 
 
 def test_every_pool_gives_the_text_of_plain_decoding(models):
