@@ -16,7 +16,7 @@ import torch
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 class Request(NamedTuple):
@@ -127,10 +127,11 @@ def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield step(MIXED, sinks=True, positions_first=True), {"softcap": 0.7}
     yield step([Request(9, 70), Request(70, 129)], num_kv_heads=1), {}
     wide = [Request(300, 9), Request(10, 20, is_tree=False), Request(150, 3)]
-    yield step(wide, seed=3, sinks=True), {"num_splits": 3, "chains": True}
-    yield step(wide, seed=3, head_size=96, words=3), {"num_splits": 5}
+    one_head = {"seed": 3, "num_kv_heads": 1}
+    yield step(wide, **one_head, sinks=True), {"num_splits": 3, "chains": True}
+    yield step(wide, **one_head, head_size=96, words=3), {"num_splits": 5}
     for options in ({}, {"num_splits": 2}):
-        yield step(wide, seed=4), {"window": 64, "chains": True, **options}
+        yield step(wide, **one_head), {"window": 64, "chains": True, **options}
 
 
 def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -187,9 +188,11 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Also equal in where nothing was written, which is NaN."""
+    """Equal within a rounding, and in where nothing was written, which is NaN."""
     tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0, equal_nan=True)
+    torch.testing.assert_close(
+        found, expected, atol=tolerance, rtol=tolerance, equal_nan=True
+    )
 
 
 def main() -> None:
