@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -222,7 +221,7 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
         num_tokens = attn_metadata.num_actual_tokens
         query = query[:num_tokens]
         scales = {}
-        if is_quantized_kv_cache(self.kv_cache_dtype):
+        if self.kv_cache_dtype.startswith("fp8"):
             kv_cache = kv_cache.view(self.fp8_dtype)
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         tree_attention(
