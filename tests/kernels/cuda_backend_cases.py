@@ -14,7 +14,7 @@ import torch
 import tree_attention_cases as cases
 from tree_attention_cases import Request
 
-SMALL = [Request(37, 9), Request(50, 3, is_tree=False), Request(20, 12)]
+SMALL = [Request(80, 9), Request(50, 3, is_tree=False), Request(20, 12)]
 WITH_PREFILL = [*SMALL, Request(5, 70, is_tree=False)]
 NUM_SPECULATIVE_TOKENS = 20
 
