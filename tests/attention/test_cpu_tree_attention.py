@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specinfer.attention import cpu
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import (
@@ -134,12 +135,17 @@ class Batch:
             all_tree=all(r.is_tree for r in requests),
         )
 
-    def expected(self, softcap: float = 0.0, sinks: torch.Tensor | None = None):
+    def expected(
+        self,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        window: int = 0,
+    ):
         """[rows, H, D] float64: attention of each row over its path alone."""
         out = []
         for i, request in enumerate(self.requests):
             for row, node in enumerate(request.rows, int(self.query_start_loc[i])):
-                path = request.path(node)
+                path = request.path(node)[-window:]
                 group = self.query.shape[1] // self.keys[i].shape[1]
                 key = self.keys[i][path].double().repeat_interleave(group, 1)
                 value = self.values[i][path].double().repeat_interleave(group, 1)
@@ -256,6 +262,29 @@ def test_sinks(kernel):
     sinks = torch.linspace(-2, 6, batch.query.shape[1])
     out = batch.run(kernel, sinks=sinks)
     assert_close(out, batch.expected(sinks=sinks))
+
+
+@pytest.mark.parametrize("window", [0, 3, 40])
+def test_the_definition_counts_a_window_along_the_path(window):
+    requests = [
+        Request(50, random_parents(8, 4)),
+        Request(20, chain(12), is_tree=False),
+        Request(0, random_parents(70, 5), rows=[30, 69]),
+    ]
+    batch = Batch(requests)
+    out = torch.empty_like(batch.query)
+    attend_rows(
+        batch.query,
+        lambda r, _: (batch.keys[r], batch.values[r]),
+        out,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.tree_rows(),
+        batch.scale,
+        window=window,
+        chains=True,
+    )
+    assert_close(out, batch.expected(window=window))
 
 
 def test_large_scores_do_not_overflow():

@@ -51,6 +51,18 @@ def _mend() -> None:
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
     builder.store = lambda ptr, value, mask: store(ptr, value, mask.astype(np.bool_))
+    # A bfloat16 is stored as an integer, and dots would multiply those.
+    tl, builder_cls = interpreter.tl, interpreter.InterpreterBuilder
+    dot = builder_cls.create_dot
+
+    def create_dot(self: Any, *operands: Any) -> Any:
+        widened = [
+            self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            for x in operands[:2]
+        ]
+        return dot(self, *widened, *operands[2:])
+
+    builder_cls.create_dot = create_dot
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
 

@@ -63,24 +63,32 @@ def tree_case(seed: int) -> dict:
     }
 
 
-def tensors(case: dict) -> dict:
+def tensors(case: dict, device: str) -> dict:
     """The arrays of a case as tensors."""
     arrays = {k: v for k, v in case.items() if isinstance(v, np.ndarray)}
-    return {**case, **{k: torch.from_numpy(v.copy()) for k, v in arrays.items()}}
+    on_device = {k: torch.tensor(v, device=device) for k, v in arrays.items()}
+    return {**case, **on_device}
+
+
+def run(device: str = "cpu") -> tuple[list, list]:
+    """What the kernels give for every seed: draws, walks."""
+    from vllm_specinfer.kernels.triton import verification
+
+    draws, walks = [], []
+    for seed in SEEDS:
+        case = tensors(draw_case(seed), device)
+        case["positions"] += TEST_SALT
+        found = verification.verify_draws(**case)
+        draws.append((found.cpu(), case["logits"].cpu()))
+        path, count = verification.walk_trees(**tensors(tree_case(seed), device))
+        walks.append((path.cpu(), count.cpu()))
+    return draws, walks
 
 
 def main() -> None:
     """Save what the kernels give, run by Triton's interpreter."""
     interpreter.prepare()
-    from vllm_specinfer.kernels.triton import verification
-
-    draws, walks = [], []
-    for seed in SEEDS:
-        case = tensors(draw_case(seed))
-        case["positions"] += TEST_SALT
-        draws.append((verification.verify_draws(**case), case["logits"]))
-        walks.append(verification.walk_trees(**tensors(tree_case(seed))))
-    torch.save((draws, walks), sys.argv[1])
+    torch.save(run(), sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 import torch
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
 
@@ -85,32 +86,26 @@ def tree_attention_ref(
     isa: str = "vec",
 ) -> None:
     """`tree_attention` in plain torch, float32 inside, for every cache layout."""
-    num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
-    head_size = query.shape[2]
-    layout = page_layout(isa, kv_cache.dtype, block_size, head_size)
-    for r in torch.nonzero(tree.is_tree)[:, 0].tolist():
-        start, end = query_start_loc[r : r + 2].tolist()
-        length, context = int(seq_lens[r]), int(tree.context_lens[r])
-        if start == end:
-            continue
+    block_size = kv_cache.shape[2]
+    layout = page_layout(isa, kv_cache.dtype, block_size, query.shape[2])
+
+    def keys_values(r: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = block_table[r, : -(-length // block_size)].long()
         pages = kv_cache[blocks].flatten(2)  # [blocks, Hkv, 2 * block_size * D]
         key, value = (
-            pages[:, :, index].transpose(1, 2).flatten(0, 1)[:length].float()
+            pages[:, :, index].transpose(1, 2).flatten(0, 1)[:length]
             for index in (layout.key, layout.value)
         )
-        q = query[start:end].float().unflatten(1, (num_kv_heads, -1))
-        scores = torch.einsum("qhgd,khd->qhgk", q, key) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        position = torch.arange(length - context)
-        words = tree.ancestor_bits[start:end, position // 64]
-        visible = torch.ones(end - start, length, dtype=torch.bool)
-        visible[:, context:] = (words >> (position % 64)) & 1 == 1
-        scores.masked_fill_(~visible[:, None, None], -torch.inf)
-        if sinks is not None:
-            sink = sinks.float().view(1, num_kv_heads, -1, 1)
-            scores = torch.cat([scores, sink.expand(len(q), -1, -1, -1)], dim=-1)
-        weights = scores.softmax(-1)[..., :length]
-        attended = torch.einsum("qhgk,khd->qhgd", weights, value)
-        out[start:end] = attended.flatten(1, 2).to(out.dtype)
+        return key, value
+
+    attend_rows(
+        query,
+        keys_values,
+        out,
+        query_start_loc,
+        seq_lens,
+        tree,
+        scale,
+        softcap,
+        sinks,
+    )

@@ -1,0 +1,83 @@
+"""Random accepted paths, and what the Triton kernel makes of them.
+
+``TRITON_INTERPRET=1 python commit_cases.py OUTPUT.pt`` saves the caches after it.
+"""
+
+import sys
+from typing import Any
+
+import interpreter
+import numpy as np
+import torch
+
+SEEDS = range(8)
+BLOCK_SIZE, BLOCKS_PER_REQUEST, MOST_NODES = 32, 4, 40
+
+
+def commit_case(seed: int, device: str = "cpu") -> tuple[list[torch.Tensor], dict]:
+    """Caches of unequal layers, and the step's arguments.
+
+    Requests have no tree, accept nothing, a chain that lies where it belongs, or a path
+    with gaps; trees may straddle blocks.
+    """
+    rng = np.random.default_rng(seed)
+    num_rows = np.array([1, 12, MOST_NODES + 1, *rng.integers(2, MOST_NODES + 2, 4)])
+    num_blocks = len(num_rows) * BLOCKS_PER_REQUEST
+    blocks = rng.permutation(num_blocks).reshape(len(num_rows), -1)
+    slots, path = [], np.full((len(num_rows), MOST_NODES), 10**6, np.int32)
+    count = np.zeros(len(num_rows), np.int32)
+    for r, rows in enumerate(num_rows):
+        positions = rng.integers(0, 3 * BLOCK_SIZE - 10) + np.arange(rows)
+        block = blocks[r, positions // BLOCK_SIZE]
+        slots.append(block * BLOCK_SIZE + positions % BLOCK_SIZE)
+        if r != 1:  # which rejects everything
+            rising = np.arange(1, rows)
+            if r != 2:  # a chain
+                rising = rising[rng.random(rows - 1) < 0.6]
+            count[r] = len(rising)
+            path[r, : count[r]] = rising
+    random = torch.Generator().manual_seed(seed)
+    caches = []
+    for heads, head_size, dtype in (
+        (3, 64, torch.bfloat16),
+        (1, 80, torch.float32),
+        (2, 256, torch.float16),
+        (2, 32, torch.float8_e4m3fn),
+    ):
+        shape = (num_blocks, heads, BLOCK_SIZE, 2 * head_size)
+        tokens = torch.randn(*shape, generator=random).to(dtype)
+        # Beside another layer's in one buffer, heads or positions first.
+        order = (0, 2, 1, 3) if heads == 2 else (0, 1, 2, 3)
+        stacked = torch.stack([tokens.permute(order)] * 2, dim=1).to(device)
+        caches.append(stacked[:, 1].permute(order))
+    first = np.concatenate([[0], np.cumsum(num_rows)[:-1]])
+    arguments: dict[str, Any] = {
+        "slot_mapping": np.concatenate(slots),
+        "first": first,
+        "path": path,
+        "count": count,
+    }
+    return caches, {k: torch.from_numpy(v).to(device) for k, v in arguments.items()}
+
+
+def run(caches: list[torch.Tensor], arguments: dict[str, Any]) -> None:
+    """Commit with the kernel; the first layer is shared by two."""
+    from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
+
+    table = LayerTable.of([*caches, caches[0].view(caches[0].shape)])
+    commit_paths(table, **arguments)
+
+
+def main() -> None:
+    """Save what the kernel gives, run by Triton's interpreter."""
+    interpreter.prepare()
+    outputs = []
+    for seed in SEEDS:
+        caches, arguments = commit_case(seed)
+        run(caches, arguments)
+        outputs.append([cache.contiguous() for cache in caches])
+    torch.save(outputs, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Tree attention on a GPU, run by Triton's interpreter, against its definition."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import tree_attention_cases as cases
+from interpreter import outputs_of
+
+from vllm_specinfer.kernels.triton import tree_attention as kernels
+
+
+def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> None:
+    outputs = outputs_of(cases.__file__, tmp_path)
+    assert len(outputs) == len(list(cases.small_steps()))
+    for found, expected in outputs:
+        assert not expected.isnan().all()
+        cases.assert_close(found, expected)
+
+
+def test_a_window_that_could_end_among_the_nodes_is_refused() -> None:
+    arguments = cases.step(cases.MIXED, words=2)
+    out = torch.empty_like(arguments["query"])
+    bounds = {"max_query_len": 9, "max_seq_len": 64}
+    with pytest.raises(ValueError, match="at least 128 .* got 127"):
+        kernels.tree_attention(**arguments, out=out, **bounds, window=127)
+
+
+def test_splits_fill_the_device_within_bounds(monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_num_sms", lambda _: 132)
+    device = torch.device("cpu")
+    assert kernels.choose_num_splits(8, 131072, 64, device) == 32
+    assert kernels.choose_num_splits(64, 131072, 64, device) == 4
+    assert kernels.choose_num_splits(512, 131072, 64, device) == 1
+    assert kernels.choose_num_splits(8, 1024, 64, device) == 4
+    assert kernels.choose_num_splits(8, 100, 64, device) == 1

@@ -1,0 +1,205 @@
+"""Random steps of tree attention, and what the Triton kernels make of them.
+
+``TRITON_INTERPRET=1 python tree_attention_cases.py OUTPUT.pt`` saves their outputs
+beside those of the definition.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import interpreter
+import numpy as np
+import torch
+
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+
+
+class Request(NamedTuple):
+    """Nodes count the root; `rows` says which are query rows, None for all."""
+
+    context: int
+    num_nodes: int
+    is_tree: bool = True
+    rows: list[int] | None = None
+
+
+MIXED = [
+    Request(37, 9),
+    Request(50, 3, is_tree=False),
+    Request(0, 5),
+    Request(16, 1),
+    Request(20, 12, rows=[7, 9, 11]),
+]
+LARGE = [
+    Request(1500, 65),
+    Request(700, 129),
+    Request(3, 33),
+    Request(2100, 17, is_tree=False),
+    Request(900, 64, rows=list(range(40, 64))),
+    Request(64, 1),
+]
+
+
+def step(
+    requests: list[Request],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    head_size: int = 32,
+    num_kv_heads: int = 2,
+    group: int = 2,
+    block_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
+    sinks: bool = False,
+    words: int | None = None,
+    positions_first: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `tree_attention` and `tree_attention_ref` but for `out`.
+
+    The step ends with a request without rows and three rows of no request, as a
+    captured graph has them. Slots that nobody wrote hold NaN.
+    """
+    rng = np.random.default_rng(seed)
+    seq_lens = [r.context + r.num_nodes for r in requests]
+    width = -(-max(seq_lens) // block_size)
+    num_blocks = len(requests) * width + 2
+    table = rng.permutation(num_blocks)[: len(requests) * width].reshape(-1, width)
+    words = words or num_words(max(r.num_nodes for r in requests))
+    rows, bits = [], []
+    for request in requests:
+        indices = request.rows or range(request.num_nodes)
+        rows.append(len(indices))
+        visible = np.zeros((len(indices), words), np.int64)
+        if request.is_tree:
+            parents = [
+                rng.integers(max(-1, i - 6), i) for i in range(request.num_nodes - 1)
+            ]
+            of_tree = ancestor_bits(np.array([parents], np.int32).reshape(1, -1))[0]
+            visible[:, : of_tree.shape[1]] = of_tree[list(indices)]
+        bits.append(visible)
+    bits.append(np.zeros((3, words), np.int64))
+    num_rows, num_heads = sum(rows) + 3, num_kv_heads * group
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    shape = (num_blocks, block_size, num_kv_heads, 2 * head_size)
+    kv_cache = torch.full(shape, torch.nan)
+    for length, blocks in zip(seq_lens, torch.from_numpy(table), strict=True):
+        at = torch.arange(length)
+        written = normal(length, num_kv_heads, 2 * head_size).float()
+        kv_cache[blocks[at // block_size], at % block_size] = written
+    kv_cache = kv_cache.to(kv_dtype or dtype).transpose(1, 2)
+    arguments: dict[str, Any] = {
+        # Strided like the query part of a fused QKV projection.
+        "query": normal(num_rows, num_heads + 2, head_size)[:, 1:-1],
+        "kv_cache": kv_cache if positions_first else kv_cache.contiguous(),
+        "block_table": torch.from_numpy(np.vstack([table, table[-1:]])).int(),
+        "query_start_loc": torch.tensor([0, *rows, 0]).cumsum(0).int(),
+        "seq_lens": torch.tensor([*seq_lens, 0]).int(),
+        "tree": TreeRows(
+            is_tree=torch.tensor([*(r.is_tree for r in requests), True]),
+            context_lens=torch.tensor([*(r.context for r in requests), 7]).int(),
+            ancestor_bits=torch.from_numpy(np.vstack(bits)),
+        ),
+        "scale": head_size**-0.5,
+    }
+    if sinks:
+        arguments["sinks"] = torch.linspace(-2, 6, num_heads).to(dtype)
+    if kv_dtype is not None:
+        arguments |= {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor([1.7])}
+    return arguments
+
+
+def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Steps that Triton's interpreter runs in a second, and options for both."""
+    for dtype in TOLERANCE:
+        yield step(MIXED, dtype=dtype), {}
+    yield step(MIXED), {"chains": True}
+    yield step(MIXED, head_size=80, num_kv_heads=1, group=7), {}
+    yield step(MIXED, dtype=torch.bfloat16, head_size=256, group=1), {}
+    yield step(MIXED, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16), {}
+    yield step(MIXED, sinks=True, positions_first=True), {"softcap": 0.7}
+    yield step([Request(9, 70), Request(70, 129)], num_kv_heads=1), {}
+    wide = [Request(300, 9), Request(10, 20, is_tree=False), Request(150, 3)]
+    one_head = {"seed": 3, "num_kv_heads": 1}
+    yield step(wide, **one_head, sinks=True), {"num_splits": 3, "chains": True}
+    yield step(wide, **one_head, head_size=96, words=3), {"num_splits": 5}
+    for options in ({}, {"num_splits": 2}):
+        yield step(wide, **one_head), {"window": 64, "chains": True, **options}
+
+
+def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Steps for a GPU: every type and head size, many nodes, long contexts."""
+    head_sizes = [32, 64, 80, 96, 112, 128, 160, 192, 256]
+    types = [(torch.bfloat16, None, size) for size in head_sizes]
+    for dtype, kv_dtype in (
+        (torch.float32, None),
+        (torch.float16, None),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ):
+        types += [(dtype, kv_dtype, size) for size in (64, 128, 256)]
+    # Every compilation takes seconds, so the other choices take turns.
+    groups, splits = itertools.cycle((1, 4, 7)), itertools.cycle((None, 1, 7, 7))
+    for (dtype, kv_dtype, head_size), group, num_splits in zip(
+        types, groups, splits, strict=False
+    ):
+        arguments = step(
+            LARGE,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            head_size=head_size,
+            group=group,
+            sinks=group == 4,
+            positions_first=group == 7,
+        )
+        window = 192 if head_size in (96, 256) else 0
+        yield arguments, {"num_splits": num_splits, "chains": True, "window": window}
+
+
+def on(device: torch.device | str, value: Any) -> Any:
+    """An argument on a device."""
+    if isinstance(value, TreeRows):
+        return TreeRows(**{k: on(device, v) for k, v in vars(value).items()})
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What the kernels write, and the definition; NaN where neither does."""
+    from vllm_specinfer.kernels.triton import tree_attention as kernels
+
+    query = arguments["query"]
+    found, expected = query.new_full((2, *query.shape), torch.nan)
+    kernels.tree_attention(
+        **arguments,
+        out=found,
+        **options,
+        max_query_len=int(arguments["query_start_loc"].diff().max()),
+        max_seq_len=int(arguments["seq_lens"].max()),
+    )
+    for_ref = {k: v for k, v in options.items() if k != "num_splits"}
+    kernels.tree_attention_ref(**arguments, out=expected, **for_ref)
+    return found, expected
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal within a rounding, and in where nothing was written, which is NaN."""
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(
+        found, expected, atol=tolerance, rtol=tolerance, equal_nan=True
+    )
+
+
+def main() -> None:
+    """Save what kernels and definition give, run by Triton's interpreter."""
+    interpreter.prepare()
+    torch.save([run(*case) for case in small_steps()], sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""vLLM's Triton attention backend with tree rows.
+
+Steps without a tree and steps with a prefill run on vLLM's kernel, where the rows of
+trees are then run again by ours. A step whose requests all have as few rows as a tree
+may have runs on ours alone, trees and causal rows in one launch; so do captured graphs,
+which find the trees of a step in buffers that the builder fills. No engine uses this
+backend yet; CUDA is not supported in this version.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.cache import CacheDType
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    AttentionType,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
+from vllm.v1.attention.backends.registry import (
+    AttentionBackendEnum,
+    register_backend,
+)
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.kernels.triton.tree_attention import WORD_BITS, tree_attention
+from vllm_specinfer.tree.token_tree import num_words
+
+
+@dataclass
+class TreeAttentionMetadata(TritonAttentionMetadata):
+    """vLLM's metadata plus the step's trees, None in a step without any.
+
+    `all_rows` says that our kernel runs the rows of requests without a tree, too.
+    """
+
+    tree: TreeRows | None = None
+    all_rows: bool = False
+
+
+class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
+    """Builds `TreeAttentionMetadata` over buffers that outlive the step."""
+
+    # Prefills run on vLLM's kernel, so a graph holds verification or decoding only.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Trees enter through build() alone.
+        self.supports_draft_decode_metadata_update = False
+        scheduler = vllm_config.scheduler_config
+        max_num_reqs, max_num_rows = (
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+        )
+        words = num_words(max_decode_query_len(vllm_config))
+        int32 = {"dtype": torch.int32, "device": device}
+        self._trees = TreeRows(
+            is_tree=torch.zeros(max_num_reqs, dtype=torch.bool, device=device),
+            context_lens=torch.zeros(max_num_reqs, **int32),
+            ancestor_bits=torch.zeros(
+                max_num_rows, words, dtype=torch.int64, device=device
+            ),
+        )
+        self._holds_trees = False
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> int:
+        """Requests of a graph may have any number of rows up to a whole tree's."""
+        return max_decode_query_len(vllm_config)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        tree: TreeRows | None = None,
+    ) -> TritonAttentionMetadata:
+        """Metadata for one pass; copies the trees to where graphs read them.
+
+        Args:
+            common_prefix_len: As in vLLM.
+            common_attn_metadata: As in vLLM.
+            fast_build: As in vLLM.
+            tree: The step's trees, from `ModelSpecificAttnMetadata`; on any device.
+
+        Returns:
+            vLLM's metadata where `tree` is None.
+
+        Raises:
+            ValueError: The trees' bit rows have another number of words than the
+                buffers, which follow `num_speculative_tokens`.
+        """
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if tree is None:
+            if self._holds_trees:
+                self._trees.is_tree.zero_()
+                self._holds_trees = False
+            return stock
+        self._stage(tree)
+        return self._with_trees(stock)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonAttentionMetadata:
+        """Metadata of a graph that runs on our kernel, whether a step has trees or not.
+
+        Args:
+            common_attn_metadata: As in vLLM.
+
+        Returns:
+            vLLM's metadata where requests may have more rows than a tree.
+        """
+        stock = super().build_for_cudagraph_capture(common_attn_metadata)
+        return self._with_trees(stock) if self._fits(stock) else stock
+
+    def _stage(self, tree: TreeRows) -> None:
+        trees = self._trees
+        num_rows, words = tree.ancestor_bits.shape
+        if words != trees.ancestor_bits.shape[1]:
+            raise ValueError(
+                f"ancestor bits must have {trees.ancestor_bits.shape[1]} words per "
+                f"row; got {words}"
+            )
+        num_reqs = len(tree.is_tree)
+        trees.is_tree[:num_reqs].copy_(tree.is_tree, non_blocking=True)
+        trees.context_lens[:num_reqs].copy_(tree.context_lens, non_blocking=True)
+        trees.ancestor_bits[:num_rows].copy_(tree.ancestor_bits, non_blocking=True)
+        self._holds_trees = True
+
+    def _fits(self, stock: TritonAttentionMetadata) -> bool:
+        return stock.max_query_len <= self._trees.ancestor_bits.shape[1] * WORD_BITS
+
+    def _with_trees(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
+        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
+        return TreeAttentionMetadata(
+            **values, tree=self._trees, all_rows=self._fits(stock)
+        )
+
+
+class CUDATreeAttentionImpl(TritonAttentionImpl):
+    """Runs tree rows through `tree_attention`, prefills through vLLM."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.alibi_slopes is not None or self.chunk_lookback > -1:
+            raise ValueError(
+                "attention layers must have neither ALiBi nor chunks for tree "
+                f"attention; got slopes {self.alibi_slopes} and a lookback of "
+                f"{self.chunk_lookback} chunks"
+            )
+        # Our kernel takes queries and gives outputs of the model's type.
+        self.supports_quant_query_input = False
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Outputs are not quantized."""
+        return False
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: TritonAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As in vLLM (vllm/v1/attention/backends/triton_attn.py).
+
+        Args:
+            layer: The attention layer, with the scales of a quantized cache.
+            query: [T, H, D].
+            key: [T, Hkv, D].
+            value: [T, Hkv, D].
+            kv_cache: [B, Hkv, block_size, 2 * D].
+            attn_metadata: With or without trees.
+            output: [T, H * D] or [T, H, D], written.
+            output_scale: Not supported.
+            output_block_scale: Not supported.
+
+        Returns:
+            `output`.
+        """
+        tree = getattr(attn_metadata, "tree", None)
+        if tree is None or not attn_metadata.all_rows:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+            if tree is None:
+                return output
+        num_tokens = attn_metadata.num_actual_tokens
+        query = query[:num_tokens]
+        scales = {}
+        if self.kv_cache_dtype.startswith("fp8"):
+            kv_cache = kv_cache.view(self.fp8_dtype)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        tree_attention(
+            query,
+            kv_cache,
+            output[:num_tokens].view(query.shape),
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            tree,
+            self.scale,
+            self.logits_soft_cap,
+            self.sinks,
+            max_query_len=attn_metadata.max_query_len,
+            max_seq_len=attn_metadata.max_seq_len,
+            window=self.sliding_window[0] + 1,
+            chains=attn_metadata.all_rows,
+            **scales,
+        )
+        return output
+
+
+class CUDATreeAttentionBackend(TritonAttentionBackend):
+    """Registered as CUSTOM, which must also be its name."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the enum member."""
+        return AttentionBackendEnum.CUSTOM.name
+
+    @staticmethod
+    def get_impl_cls() -> type[CUDATreeAttentionImpl]:
+        """The implementation."""
+        return CUDATreeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CUDATreeAttentionMetadataBuilder]:
+        """The metadata builder."""
+        return CUDATreeAttentionMetadataBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any size, as it is padded to a power of two, up to 256."""
+        return 32 <= head_size <= 256
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders only."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Rows without a tree are causal."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """No bidirectional ranges."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """No reference sliding window."""
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """No ALiBi."""
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Splits of the KV positions follow the batch."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """The rows' bits lie where the host expects the rows."""
+        return False
+
+
+def register() -> None:
+    """Make attention layers able to run trees where the backend is CUSTOM.
+
+    That choice is `attention_config.backend`. May be called again.
+    """
+    register_backend(
+        AttentionBackendEnum.CUSTOM,
+        f"{CUDATreeAttentionBackend.__module__}.{CUDATreeAttentionBackend.__qualname__}",
+    )
+    # An engine that ran in this process before has left its choice there.
+    selector._cached_get_attn_backend.cache_clear()

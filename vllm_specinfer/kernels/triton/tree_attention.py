@@ -1,0 +1,584 @@
+"""Tree attention over vLLM's paged KV cache on a GPU: Triton kernels and definition.
+
+One program attends a block of rows of one request with all query heads of one KV head,
+so that they share its K/V tiles: first the tiles of the context, which every row sees,
+then those of the nodes, masked by the rows' ancestor bits. Where requests and heads are
+too few to fill the device, the KV positions are split over programs and a second kernel
+joins their partial softmaxes. Nothing here reads device data on the host, so captured
+graphs replay it. Tile sizes and numbers of splits are not measured.
+
+Dimension legend: R requests, T query rows, H query heads, D head size, W words.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.attention.reference import attend_rows
+
+WORD_BITS = 64
+MAX_SPLITS = 32
+MIN_TILES_PER_SPLIT = 4
+PROGRAMS_PER_SM = 2
+
+
+@triton.jit
+def _tile_bounds(
+    context,
+    seq_len,
+    TILE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """First tile, tiles of the context, and end: nodes start a tile of their own."""
+    num_nodes = tl.minimum(seq_len - context, NUM_WORDS * 64)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW + 1, 0) // TILE
+    of_context = tl.cdiv(context, TILE)
+    return first, of_context, of_context + tl.cdiv(num_nodes, TILE)
+
+
+@triton.jit
+def _attend_tile(
+    acc,
+    top,
+    total,
+    query,
+    position,
+    inside,
+    visible,
+    pages_ptr,
+    block_table_ptr,
+    cache_stride_block,
+    cache_stride_position,
+    scale,
+    softcap,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One step of the online softmax."""
+    d = tl.arange(0, HEAD_PADDED)
+    channel = d < HEAD_SIZE
+    block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=inside, other=0)
+    at = block.to(tl.int64) * cache_stride_block
+    at += (position % BLOCK_SIZE) * cache_stride_position
+    key = tl.load(
+        pages_ptr + at[None, :] + d[:, None],
+        mask=channel[:, None] & inside[None, :],
+        other=0.0,
+    ).to(query.dtype)
+    scores = tl.dot(query, key, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        # tanh(x) without an overflow: 1 - 2 / (exp(2x) + 1)
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # Rows that have seen nothing yet have no maximum to subtract.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp(scores - shift[:, None])
+    shrink = tl.exp(top - shift)
+    value = tl.load(
+        pages_ptr + HEAD_SIZE + at[:, None] + d[None, :],
+        mask=inside[:, None] & channel[None, :],
+        other=0.0,
+    ).to(query.dtype)
+    acc = acc * shrink[:, None]
+    acc += tl.dot(weights.to(query.dtype), value, input_precision=PRECISION)
+    return acc, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize=["row_blocks"])
+def _tree_attention_kernel(
+    out_ptr,
+    partial_ptr,
+    moments_ptr,
+    query_ptr,
+    kv_cache_ptr,
+    block_table_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    is_tree_ptr,
+    context_lens_ptr,
+    bits_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    scale,
+    softcap,
+    row_blocks,
+    query_stride_row: tl.int64,
+    query_stride_head: tl.int64,
+    out_stride_row: tl.int64,
+    out_stride_head: tl.int64,
+    cache_stride_block: tl.int64,
+    cache_stride_head: tl.int64,
+    cache_stride_position: tl.int64,
+    block_table_stride: tl.int64,
+    bits_stride: tl.int64,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALES: tl.constexpr,
+    CHAINS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    r = tl.program_id(0) // row_blocks
+    row_block = tl.program_id(0) % row_blocks
+    kv_head = tl.program_id(1)
+    is_tree = tl.load(is_tree_ptr + r)
+    first_row = tl.load(query_start_loc_ptr + r)
+    num_rows = tl.load(query_start_loc_ptr + r + 1) - first_row
+    seq_len = tl.load(seq_lens_ptr + r)
+    if row_block * ROWS >= num_rows:
+        return
+    context = tl.load(context_lens_ptr + r)
+    if CHAINS:
+        context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
+    elif not is_tree:
+        return
+
+    first, of_context, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
+    if SPLIT:
+        split = tl.program_id(2)
+        per_split = tl.cdiv(end - first, tl.num_programs(2))
+        first += split * per_split
+        end = tl.minimum(first + per_split, end)
+        if first >= end:
+            return
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_PADDED)
+    row = row_block * ROWS + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    real = (m < ROWS * GROUP) & (row < num_rows)
+    flat_row = (first_row + row).to(tl.int64)
+    inside_head = real[:, None] & (d < HEAD_SIZE)[None, :]
+    query = tl.load(
+        query_ptr
+        + (flat_row * query_stride_row + head * query_stride_head)[:, None]
+        + d[None, :],
+        mask=inside_head,
+        other=0.0,
+    )
+    if SCALES:
+        scale *= tl.load(k_scale_ptr)
+    oldest = tl.zeros([BLOCK_M], tl.int32)
+    if WINDOW > 0:
+        # A path has as many bits as positions, whatever their places.
+        last = tl.zeros([BLOCK_M], tl.int32)
+        for w in tl.static_range(NUM_WORDS):
+            path = tl.load(bits_ptr + flat_row * bits_stride + w, mask=real, other=0)
+            each = (path[:, None] >> tl.arange(0, 64).to(tl.int64)[None, :]) & 1
+            last += tl.sum(each, 1).to(tl.int32)
+        if CHAINS:
+            last = tl.where(is_tree, last, row + 1)
+        oldest = context + last - WINDOW
+
+    acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS and not SPLIT:
+        top = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+        total += 1.0
+    pages_ptr = kv_cache_ptr + kv_head * cache_stride_head
+    blocks_ptr = block_table_ptr + r * block_table_stride
+    t = tl.arange(0, TILE)
+    for tile in range(first, tl.minimum(end, of_context)):
+        position = tile * TILE + t
+        inside = position < context
+        visible = inside[None, :] & (position[None, :] >= oldest[:, None])
+        acc, top, total = _attend_tile(
+            acc,
+            top,
+            total,
+            query,
+            position,
+            inside,
+            visible,
+            pages_ptr,
+            blocks_ptr,
+            cache_stride_block,
+            cache_stride_position,
+            scale,
+            softcap,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            HEAD_PADDED,
+            SOFTCAP,
+            PRECISION,
+        )
+    for tile in range(tl.maximum(first, of_context), end):
+        node = (tile - of_context) * TILE + t
+        position = context + node
+        inside = position < seq_len
+        # TILE divides 64, so a tile of nodes lies in one word.
+        word = (tile - of_context) * TILE // 64
+        bits = tl.load(
+            bits_ptr + flat_row * bits_stride + word,
+            mask=real,
+            other=0,
+        )
+        visible = ((bits[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0
+        if CHAINS:
+            visible = tl.where(is_tree, visible, node[None, :] <= row[:, None])
+        visible = visible & inside[None, :]
+        acc, top, total = _attend_tile(
+            acc,
+            top,
+            total,
+            query,
+            position,
+            inside,
+            visible,
+            pages_ptr,
+            blocks_ptr,
+            cache_stride_block,
+            cache_stride_position,
+            scale,
+            softcap,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            HEAD_PADDED,
+            SOFTCAP,
+            PRECISION,
+        )
+
+    if SCALES:
+        acc *= tl.load(v_scale_ptr)
+    if SPLIT:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
+        part = (program * tl.num_programs(2) + split) * BLOCK_M + m
+        tl.store(
+            partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
+            acc,
+            mask=real[:, None],
+        )
+        tl.store(moments_ptr + part * 2, top, mask=real)
+        tl.store(moments_ptr + part * 2 + 1, total, mask=real)
+    else:
+        # Only a row that sees nothing has no weight; it gets zeros.
+        attended = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            out_ptr
+            + (flat_row * out_stride_row + head * out_stride_head)[:, None]
+            + d[None, :],
+            attended.to(out_ptr.dtype.element_ty),
+            mask=inside_head,
+        )
+
+
+@triton.jit(do_not_specialize=["row_blocks", "num_splits"])
+def _join_splits_kernel(
+    out_ptr,
+    partial_ptr,
+    moments_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    is_tree_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    row_blocks,
+    num_splits,
+    out_stride_row: tl.int64,
+    out_stride_head: tl.int64,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    CHAINS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    r = tl.program_id(0) // row_blocks
+    kv_head = tl.program_id(1)
+    m = tl.program_id(2)
+    is_tree = tl.load(is_tree_ptr + r)
+    first_row = tl.load(query_start_loc_ptr + r)
+    num_rows = tl.load(query_start_loc_ptr + r + 1) - first_row
+    row = tl.program_id(0) % row_blocks * ROWS + m // GROUP
+    if (row >= num_rows) | (m >= ROWS * GROUP):
+        return
+    seq_len = tl.load(seq_lens_ptr + r)
+    context = tl.load(context_lens_ptr + r)
+    if CHAINS:
+        context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
+    elif not is_tree:
+        return
+
+    first, _, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
+    per_split = tl.cdiv(end - first, num_splits)
+    split = tl.arange(0, SPLITS_PADDED)
+    # Splits beyond the last tile have written nothing.
+    written = (split < num_splits) & (first + split * per_split < end)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
+    part = (program * num_splits + split) * BLOCK_M + m
+    top = tl.load(moments_ptr + part * 2, mask=written, other=float("-inf"))
+    totals = tl.load(moments_ptr + part * 2 + 1, mask=written, other=0.0)
+    head = kv_head * GROUP + m % GROUP
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    shrink = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
+    total = tl.sum(totals * shrink, 0)
+    if SINKS:
+        total += tl.exp(sink - highest)
+    d = tl.arange(0, HEAD_PADDED)
+    partial = tl.load(
+        partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
+        mask=written[:, None] & (d < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    attended = tl.sum(partial * shrink[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out_row = (first_row + row).to(tl.int64)
+    tl.store(
+        out_ptr + out_row * out_stride_row + head * out_stride_head + d,
+        attended.to(out_ptr.dtype.element_ty),
+        mask=d < HEAD_SIZE,
+    )
+
+
+def tree_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree: TreeRows,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    chains: bool = False,
+    num_splits: int | None = None,
+) -> None:
+    """Attend the tree rows of a step; other rows of `out` stay as they are.
+
+    Args:
+        query: [T, H, D], float32, bfloat16 or float16; rows beyond the last request
+            are padding.
+        kv_cache: [B, Hkv, block_size, 2 * D] as vLLM hands it to layers, K before V;
+            of the query's type or float8.
+        out: [T, H, D], written.
+        block_table: [R, max_blocks] int32.
+        query_start_loc: [R + 1] int32; a request without rows is padding.
+        seq_lens: [R] int32, KV positions written per request.
+        tree: What each row sees; a tree has at most 64 * W rows.
+        scale: Of the scores.
+        softcap: Cap of the scores, 0 for none.
+        sinks: [H] sink logits.
+        max_query_len: Upper bound of a request's rows.
+        max_seq_len: Upper bound of `seq_lens`.
+        window: How many last positions of its path a row sees, 0 for all; at least
+            64 * W, so that it never ends among the nodes.
+        k_scale: [1] or scalar float32, which K is to be multiplied with.
+        v_scale: The same for V; given with `k_scale` or not at all.
+        chains: Attend the rows of other requests, too, as causal rows at their last
+            positions; these may have at most 64 * W rows, as trees.
+        num_splits: Over how many programs the KV positions of a row are split; by
+            default `choose_num_splits`.
+
+    Raises:
+        ValueError: The window is too small.
+    """
+    num_reqs, num_kv_heads = len(seq_lens), kv_cache.shape[1]
+    head_size, num_words = query.shape[2], tree.ancestor_bits.shape[1]
+    most_rows = num_words * WORD_BITS
+    if 0 < window < most_rows:
+        raise ValueError(
+            f"the sliding window must be at least {most_rows} with trees of up to that "
+            f"many rows; got {window}"
+        )
+    if num_reqs == 0:
+        return
+    group = query.shape[1] // num_kv_heads
+    head_padded = triton.next_power_of_2(head_size)
+    max_rows = min(max_query_len, most_rows)
+    block_m, tile = _tile_shape(
+        max_rows * group, group, head_padded, query.element_size()
+    )
+    row_blocks = triton.cdiv(max_rows, block_m // group)
+    programs = (num_reqs * row_blocks, num_kv_heads)
+    if num_splits is None:
+        num_splits = choose_num_splits(
+            programs[0] * num_kv_heads, max_seq_len, tile, query.device
+        )
+    partial = moments = None
+    if num_splits > 1:
+        parts = (*programs, num_splits, block_m)
+        partial = query.new_empty(*parts, head_padded, dtype=torch.float32)
+        moments = query.new_empty(*parts, 2, dtype=torch.float32)
+    shape = {
+        "GROUP": group,
+        "HEAD_SIZE": head_size,
+        "HEAD_PADDED": head_padded,
+        "BLOCK_M": block_m,
+        "TILE": tile,
+        "NUM_WORDS": num_words,
+        "WINDOW": window,
+        "SINKS": sinks is not None,
+        "CHAINS": chains,
+    }
+    _tree_attention_kernel[(*programs, num_splits)](
+        out,
+        partial,
+        moments,
+        query,
+        kv_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        tree.is_tree,
+        tree.context_lens,
+        tree.ancestor_bits,
+        sinks,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
+        row_blocks,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        block_table.stride(0),
+        tree.ancestor_bits.stride(0),
+        **shape,
+        BLOCK_SIZE=kv_cache.shape[2],
+        SOFTCAP=softcap > 0,
+        SCALES=k_scale is not None,
+        SPLIT=num_splits > 1,
+        # TF32 would lose what float32 is chosen for.
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=8 if block_m >= 128 else 4,
+    )
+    if num_splits > 1:
+        _join_splits_kernel[(*programs, block_m)](
+            out,
+            partial,
+            moments,
+            query_start_loc,
+            seq_lens,
+            tree.is_tree,
+            tree.context_lens,
+            sinks,
+            row_blocks,
+            num_splits,
+            out.stride(0),
+            out.stride(1),
+            **shape,
+            SPLITS_PADDED=triton.next_power_of_2(num_splits),
+        )
+
+
+def tree_attention_ref(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree: TreeRows,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    *,
+    window: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    chains: bool = False,
+) -> None:
+    """`tree_attention` in plain torch, for a window of any size."""
+    block_size = kv_cache.shape[2]
+
+    def keys_values(r: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = block_table[r, : -(-length // block_size)].long()
+        positions = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float()
+        key, value = positions.chunk(2, dim=-1)
+        if k_scale is None:
+            return key, value
+        return key * k_scale, value * v_scale
+
+    attend_rows(
+        query,
+        keys_values,
+        out,
+        query_start_loc,
+        seq_lens,
+        tree,
+        scale,
+        softcap,
+        sinks,
+        window,
+        chains,
+    )
+
+
+def choose_num_splits(
+    num_programs: int, max_seq_len: int, tile: int, device: torch.device
+) -> int:
+    """Splits that fill the device, from what the host knows; graphs keep the choice.
+
+    Args:
+        num_programs: Programs without splits.
+        max_seq_len: Upper bound of the KV positions.
+        tile: KV positions of a program's step.
+        device: Where the kernel runs.
+
+    Returns:
+        1 to `MAX_SPLITS`.
+    """
+    wanted = PROGRAMS_PER_SM * _num_sms(device) // num_programs
+    most = max_seq_len // (tile * MIN_TILES_PER_SPLIT)
+    return max(1, min(wanted, most, MAX_SPLITS))
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tile_shape(
+    num_lanes: int, group: int, head_padded: int, element_size: int
+) -> tuple[int, int]:
+    """Rows times query heads and KV positions of a program's step.
+
+    They keep within the shared memory of an Ada GPU (99 KiB) without many spills.
+    """
+    if element_size <= 2:
+        most_lanes, tile = (128, 64) if head_padded <= 128 else (64, 32)
+    else:
+        most_lanes, tile = (32, 32) if head_padded <= 128 else (16, 16)
+    lanes = min(triton.next_power_of_2(num_lanes), most_lanes)
+    return max(16, lanes, triton.next_power_of_2(group)), tile
