@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer import assets
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.sources import Drafts, SourceSet
 from vllm_specinfer.evidence.engines import runner_of
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.trees import parse_tree
@@ -42,6 +42,7 @@ class Recorder:
         self._requests: dict[int, int] = {}
         self._trees: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._start, self._propose = sources.start, sources.propose
+        self._observe = sources.observe
         sources.start, sources.propose = self._on_start, self._on_propose
         sources.observe = self._on_verified
 
@@ -50,23 +51,24 @@ class Recorder:
         self._requests[slot] = number
         self._start(slot, request)
 
-    def _on_propose(self, step: DraftStep) -> Any:
-        trees, draws = self._propose(step)
-        slots = step.slots[step.growing].tolist()
+    def _on_propose(self, step: DraftStep, most: int | None = None) -> Drafts:
+        drafts = self._propose(step, most)
+        slots, trees = step.slots[step.growing].tolist(), drafts.trees
         for slot, parents, scores in zip(
             slots, trees.parents, trees.scores, strict=True
         ):
             size = np.isfinite(scores).sum()
             self._trees[slot] = parents[:size], scores[:size]
-        return trees, draws
+        return drafts
 
-    def _on_verified(self, slot: int, accepted: list[int]) -> None:
+    def _on_verified(self, slot: int, accepted: list[int]) -> list[int]:
         parents, scores = self._trees.pop(slot)
         line = step_line(self._requests[slot], parents, scores, accepted)
         self._file.write(line)
         self.num_steps += 1
         self.num_nodes += len(parents)
         self.num_accepted += len(accepted)
+        return self._observe(slot, accepted)
 
 
 def record(

@@ -1,12 +1,14 @@
 // Checks the tensors, takes their pointers and strides, runs the kernels without GIL.
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
+#include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 #include <unordered_set>
 
 #include "commit.cpp"
+#include "gumbel.cpp"
 #include "tree_attention.cpp"
 
 namespace {
@@ -107,9 +109,18 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   commit::run(caches, moves);
 }
 
+pybind11::array_t<int64_t> gumbel_contenders(
+    const pybind11::array_t<float, pybind11::array::c_style>& logits, float bound,
+    float max_noise, uint32_t prefix) {
+  const auto found = gumbel::contenders(logits.data(), logits.size(), bound, max_noise,
+                                        prefix);
+  return pybind11::array_t<int64_t>(found.size(), found.data());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
+  m.def("gumbel_contenders", &gumbel_contenders);
 }

@@ -1,8 +1,9 @@
 """Gumbel-max sampling with vLLM's own noise, bit for bit.
 
 The noise of (seed, position, token) is a Murmur3 hash turned into a Gumbel variate.
-It is bounded, so only tokens within a fixed distance of the best logit can win; the
-hash is computed for those alone, which makes a draw cheap without a GPU.
+It is bounded, so only tokens within a fixed distance of the best logit can win; a C++
+kernel (`gumbel.cpp`) finds the few that their hash lets win, which makes a draw cheap
+without a GPU.
 Every operation below keeps the order and the precision of the Triton original.
 
 L logit rows, V vocabulary, M request rows.
@@ -10,15 +11,14 @@ L logit rows, V vocabulary, M request rows.
 
 import numpy as np
 
+from vllm_specinfer.kernels.cpu import extension
+
 # A draft's noise must be independent of the noise its verification draws.
 DRAFT_NOISE_SALT = 1 << 30
 # 53-bit and 32-bit uniforms are at least 2**-54 and 2**-33: -log of it bounds the
 # noise from above; the excess covers rounding.
 MAX_NOISE_FP32 = 22.9
 MAX_NOISE_FP64 = 37.5
-
-_FEW_TOKENS = 256
-_ROUNDING_MARGIN = np.float32(1.001)
 
 _MASK = 0xFFFFFFFF
 _HIGH_HALF_DOMAIN = 0x9E3779B9
@@ -131,14 +131,13 @@ def noised_argmax(
         logits = logits.astype(np.float64)
         top = logits[best : best + 1]
     bound = top + gumbel_noise(seed, pos, np.array([best]), use_fp64)
-    limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
-    tokens = np.flatnonzero(logits > bound - limit)
-    if not use_fp64 and tokens.size > _FEW_TOKENS:
-        # Noise is at most -log(u), with a margin for rounding: one exponential
-        # drops nearly every loser before the logarithms.
-        u = _uniform(seed, pos, tokens, use_fp64)
-        gap = np.minimum(logits[tokens] - bound, 0.0)
-        tokens = tokens[u <= np.exp(gap) * _ROUNDING_MARGIN]
+    kernels = None if use_fp64 else extension.load()
+    if kernels is not None:
+        prefix = _prefix(seed, pos, 0)
+        tokens = kernels.gumbel_contenders(logits, bound[0], MAX_NOISE_FP32, prefix)
+    else:
+        limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
+        tokens = np.flatnonzero(logits > bound - limit)
     values = logits[tokens] + gumbel_noise(seed, pos, tokens, use_fp64)
     winner = int(values.argmax())
     return int(tokens[winner]), float(values[winner])

@@ -1,0 +1,56 @@
+// Which tokens may win a Gumbel-max draw: all others lose for certain.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace gumbel {
+
+// Murmur3 of a token, given the hash of seed and position before it.
+inline uint32_t hash32(uint32_t prefix, uint32_t token) {
+  const auto rotl = [](uint32_t v, int n) { return (v << n) | (v >> (32 - n)); };
+  uint32_t h = prefix ^ (rotl(token * 0xCC9E2D51u, 15) * 0x1B873593u);
+  h = (rotl(h, 13) * 5u + 0xE6546B64u) ^ 16u;
+  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+
+// At least e^x for -80 < x <= 0, at most 6.3% more: the chords of 2^y, y = x log2 e.
+inline float exp_above(float x) {
+  const int32_t bits = (int32_t)((x * 1.442695041f + 127.0f) * 8388608.0f);
+  float y;
+  static_assert(sizeof(y) == sizeof(bits));
+  __builtin_memcpy(&y, &bits, sizeof(y));
+  return y * 1.001f;  // more than rounding takes away
+}
+
+// Tokens whose logit and noise may reach `bound`. Noise is -log(-log(1 - u)), which is
+// at most -log(u), so such a token's u is at most e^(logit - bound); and noise is never
+// above `max_noise`.
+inline std::vector<int64_t> contenders(const float* logits, int64_t size, float bound,
+                                       float max_noise, uint32_t prefix) {
+  constexpr int64_t kBlock = 256;
+  const float least = bound - max_noise;
+  std::vector<int64_t> found;
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, size - begin);
+    const float* block = logits + begin;
+    int any = 0;
+    for (int64_t i = 0; i < count; ++i) any |= block[i] > least;
+    if (!any) continue;
+    uint8_t keep[kBlock];
+    any = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const float gap = std::min(std::max(block[i], least) - bound, 0.0f);
+      const int32_t high = (int32_t)(hash32(prefix, (uint32_t)(begin + i)) >> 8);
+      keep[i] = (block[i] > least) & ((float)high * 0x1p-24f <= exp_above(gap));
+      any |= keep[i];
+    }
+    if (!any) continue;
+    for (int64_t i = 0; i < count; ++i)
+      if (keep[i]) found.push_back(begin + i);
+  }
+  return found;
+}
+
+}  // namespace gumbel
