@@ -6,10 +6,10 @@ import pickle
 import struct
 
 import pytest
-from conftest import add_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import add_weights
 from vllm_specinfer import options
 from vllm_specinfer.parsing import MAX_MESSAGE, parse_options
 

@@ -8,8 +8,8 @@ import sys
 
 import cloudpickle
 import pytest
-from conftest import add_weights
 
+from tests.conftest import add_weights
 from vllm_specinfer.options import (
     BestFirstTree,
     ExpansionTree,

@@ -4,8 +4,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import LLAMA, write_model
 
+from tests.conftest import LLAMA, write_model
 from vllm_specinfer import refusals
 
 pytestmark = pytest.mark.usefixtures("v2_undone")

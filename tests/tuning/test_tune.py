@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
@@ -224,6 +224,7 @@ LINES = (
     max_examples=200,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example(['{"messages": [[]]}'])
 @given(st.lists(LINES, max_size=3))
 def test_any_prompts_are_read_or_refused_in_one_sentence(tokenizer, tmp_path, lines):
     file = tmp_path / "prompts.jsonl"

@@ -117,7 +117,9 @@ def _parse_line(line: str, tokenizer: Any, where: str) -> list[int]:
         type(t) is int and 0 <= t < len(tokenizer) for t in prompt
     ):
         return prompt
-    if isinstance(messages, list) and tokenizer.chat_template is not None:
+    # Lists in place of messages would be taken for several chats.
+    is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    if is_chat and tokenizer.chat_template is not None:
         template = functools.partial(
             tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False
         )
