@@ -44,15 +44,16 @@ def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
         env: More of the environment, for a process that no other call uses.
     """
     if env:
-        with _process(env) as alone:
-            return alone.submit(_run_jobs, jobs).result(timeout)
-    if not _shared:
-        _shared.append(_process({}))
+        processes = _process(env)
+    else:
+        if not _shared:
+            _shared.append(_process({}))
+        processes = _shared[0]
     try:
-        return _shared[0].submit(_run_jobs, jobs).result(timeout)
+        return processes.submit(_run_jobs, jobs).result(timeout)
     except BaseException:
         # What hangs or is half done must not reach the next call.
-        _shared.pop()
+        _shared.clear()
         for process in multiprocessing.active_children():
             process.kill()
         raise
