@@ -162,12 +162,13 @@ def test_a_refusal_changes_nothing(arguments):
 
 def test_the_next_engine_without_specinfer_gets_its_own_runner_back(arguments):
     import vllm.config.vllm
-    from vllm import EngineArgs
+    from vllm import EngineArgs, envs
 
     flag = vllm.config.vllm.HAS_TRITON
     args = arguments()
     assert args.create_engine_config().use_v2_model_runner
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    envs.enable_envs_cache()  # as an engine does where it runs
     plain = EngineArgs(model=args.model, skip_tokenizer_init=True)
     assert not plain.create_engine_config().use_v2_model_runner
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ

@@ -3,16 +3,18 @@
 import csv
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vllm_specinfer import cli
-from vllm_specinfer.evidence.bench import Measured, report
+from vllm_specinfer.evidence.bench import Measured, Traffic, num_turns, report
 
 MAX_TOKENS = 16
 PROMPTS = 6
-BATCHES = (1, 3)
+BATCHES = (1, 2)
+STARTS = 2
 
 
 def rows_of(file):
@@ -24,6 +26,7 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
     run_command, tmp_path
 ):
     options = {"out": tmp_path, "max-tokens": MAX_TOKENS, "max-prompts": PROMPTS}
+    options["starts"] = STARTS
     batches = ["--batches", *map(str, BATCHES)]
     shown = run_command("bench", "--ignore-eos", *batches, **options)
     assert (tmp_path / "table.md").read_text() in shown
@@ -34,27 +37,75 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
     ]
     for row in rows:
         # Greedy float32: every method's text is plain vLLM's.
-        assert row["identical"] == row["texts"] == str(PROMPTS)
+        assert row["identical"] == row["texts"] == str(STARTS * PROMPTS)
         per_step, steps = float(row["tokens per step"]), int(row["steps"])
         # Each prompt brings a token; a last step may bring up to 8 that are cut off.
-        most = PROMPTS * (MAX_TOKENS - 1 + 8)
-        assert PROMPTS * (MAX_TOKENS - 1) <= round(per_step * steps) <= most
+        most = STARTS * PROMPTS * (MAX_TOKENS - 1 + 8)
+        least = STARTS * PROMPTS * (MAX_TOKENS - 1)
+        assert least <= round(per_step * steps) <= most
         if row["method"] == "plain":
             assert per_step == 1 == float(row["ratio median"])
-            assert steps == PROMPTS * (MAX_TOKENS - 1)
+            assert steps == least
         if row["method"] == "draft_model":
             assert per_step > 1.3
         assert float(row["ratio 25%"]) <= float(row["ratio median"])
         assert 0 < float(row["seconds to first token"]) < 60
-    measured = rows_of(tmp_path / "batches.csv")
+    measured = rows_of(tmp_path / "turns.csv")
     counts = Counter((int(r["batch"]), r["method"]) for r in measured)
-    assert counts == {(b, m): PROMPTS // b for b in BATCHES for m in methods}
-    assert {int(r["tokens"]) for r in measured} == {b * MAX_TOKENS for b in BATCHES}
+    # One prompt at a time: all count. Two: the last two end in a batch that empties.
+    turns = {1: STARTS * PROMPTS, 2: STARTS * (PROMPTS // 2 - 1)}
+    assert counts == {(b, m): turns[b] for b in BATCHES for m in methods}
+    for row in measured:
+        if row["method"] == "plain":
+            # All requests run in step: each turn is that of as many whole texts.
+            assert int(row["tokens"]) == int(row["batch"]) * MAX_TOKENS
     for name in ("speedup.png", "depths.png"):
         assert (tmp_path / name).stat().st_size > 10_000
     about = json.loads((tmp_path / "bench.json").read_text())
     assert about["settings"]["configs"]["ngram"]["num_speculative_tokens"] == 4
     assert about["versions"]["torch"]
+
+
+class Engine:
+    """An engine core that gives every request one token per step."""
+
+    def __init__(self, lengths):
+        self.lengths, self.requests, self.most = lengths, {}, 0
+        self.llm_engine, self.engine_core, self.scheduler = self, self, self
+
+    def add_request(self, request_id, prompt, params):
+        self.requests[request_id] = SimpleNamespace(num_output_tokens=0)
+        self.most = max(self.most, len(self.requests))
+
+    def get_num_unfinished_requests(self):
+        return len(self.requests)
+
+    def step(self):
+        ended = []
+        for name, request in list(self.requests.items()):
+            request.num_output_tokens += 1
+            if request.num_output_tokens == self.lengths[int(name)]:
+                del self.requests[name]
+                texts = [SimpleNamespace(token_ids=[0] * self.lengths[int(name)])]
+                metrics = SimpleNamespace(first_token_latency=1.0)
+                output = {"request_id": name, "outputs": texts, "metrics": metrics}
+                ended.append(SimpleNamespace(**output))
+        return ended
+
+
+def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full():
+    engine = Engine(lengths=[2, 9, 3, 1, 8, 2])
+    engine.engine_core = SimpleNamespace(engine_core=engine)
+    traffic = Traffic(engine, [[1]] * 6, [None] * 6, batch=2)
+    for _ in range(num_turns(6, 2)):
+        traffic.take_turn()
+    # Steps 1 to 5 end texts 0 and 2, then 6 to 9 end 3 and 1; always two run.
+    traffic.finish()
+    log = SimpleNamespace(counts=Counter({1: 3}))
+    result = traffic.measured(log)
+    assert result.tokens.tolist() == [10, 8]
+    assert [len(text) for text in result.texts] == engine.lengths
+    assert engine.most == 2
 
 
 def measured(seconds, tokens, texts, steps):
@@ -87,6 +138,7 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--config", 'a={"model": "ngram", "tree": []}'], "at least one level"),
         ([], "needs --ssm or --config; got neither"),
         (["--config", 'plain={"model": "ngram"}'], "no config may be named 'plain'"),
         (
@@ -94,6 +146,7 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
             "one engine with method 'ngram' per process; got more: a, b",
         ),
         (["--config", 'a={"model": "ngram"}', "--batches", "0"], "at least 1; got [0]"),
+        (["--config", 'a={"model": "ngram"}', "--starts", "0"], "at least 1; got 0"),
         (["--config", 'a={"model": "ngram"}', "--max-tokens", "1"], "at least 2; got"),
         (["--config", 'a={"model": "ngram"}', "--batches", "9"], "at least 9 prompts"),
     ],

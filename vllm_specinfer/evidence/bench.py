@@ -1,18 +1,23 @@
 """Methods against plain vLLM: the same prompts, in turn, on engines side by side.
 
-All engines live in this process. In each cell (prompts, temperature, batch) they answer
-a batch of prompts one after the other, in an order that rotates, before the next batch
-is begun: what slows the machine down slows all of them. A batch before the first one
-warms them up and does not count; between cells they forget their texts. A batch size
-leaves out the prompts that do not fill a last batch.
+All engines live in one process, and in each cell (prompts, temperature, batch) each of
+them has as many requests in flight as the batch says: one that ends makes room for the
+next prompt. They take turns, until as many requests have ended as the batch holds: what
+slows the machine down slows all of them. Requests before the first one warm them up and
+do not count, neither do the last ones, when there is nothing to fill the batch with;
+between cells engines forget their texts.
+
+Which engine starts first matters by several percent, so every further start is a
+process of its own, with the engines in the opposite order.
 """
 
 import collections
-import functools
 import itertools
+import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from vllm_specinfer import assets
-from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, StepLog, forget
+from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, StepLog, core_of, forget
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.plots import pyplot_for
 from vllm_specinfer.tuning.settings import installed_versions, write_json
@@ -41,11 +46,12 @@ class BenchSettings:
         configs: Speculative config by the method's name.
         prompts: Sets of prompts, as `assets.prompt_ids` takes them.
         temperatures: Of the answers; each prompt has a seed of its own.
-        batches: How many prompts at once.
+        batches: How many requests in flight.
         max_prompts: Of each set, spread over it; 0 for all.
         max_tokens: Of each answer.
         ignore_eos: All answers are that long.
         engine: Further arguments of every `vllm.LLM`.
+        starts: How often everything is measured, in alternating orders of starting.
     """
 
     target: str
@@ -57,6 +63,7 @@ class BenchSettings:
     max_tokens: int = 128
     ignore_eos: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
+    starts: int = 1
 
     def __post_init__(self) -> None:
         if PLAIN in self.configs:
@@ -68,6 +75,8 @@ class BenchSettings:
             )
         if min(self.batches) < 1:
             raise ValueError(f"batches must be at least 1; got {self.batches}")
+        if self.starts < 1:
+            raise ValueError(f"starts must be at least 1; got {self.starts}")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2; got {self.max_tokens}")
 
@@ -82,8 +91,8 @@ class Measured:
     """One method in one cell.
 
     Attributes:
-        tokens: [b] tokens of each measured batch.
-        seconds: [b] that they took.
+        tokens: [t] tokens of each measured turn.
+        seconds: [t] that they took.
         texts: Token ids of all answers.
         waits: Seconds to the first token of each.
         steps: Tokens that a decoding step brought a request -> how often.
@@ -93,11 +102,21 @@ class Measured:
     seconds: np.ndarray
     texts: list[list[int]]
     waits: list[float]
-    steps: Mapping[int, int]
+    steps: collections.Counter[int]
+
+    def __add__(self, other: "Measured") -> "Measured":
+        """Both as one."""
+        return Measured(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.seconds, other.seconds]),
+            self.texts + other.texts,
+            self.waits + other.waits,
+            self.steps + other.steps,
+        )
 
     @property
     def rates(self) -> np.ndarray:
-        """[b] tokens per second."""
+        """[t] tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -115,6 +134,8 @@ class Measured:
         ]
 
 
+# [p][tokens] by name of the set; what was measured by cell and method.
+Prompts = dict[str, list[list[int]]]
 Results = dict[Cell, dict[str, Measured]]
 
 
@@ -143,8 +164,7 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
                 f"{source} must hold at least {max(settings.batches)} prompts, the "
                 f"largest batch; got {len(found)}"
             )
-    engines = _start(settings, max(map(len, itertools.chain(*prompts.values()))))
-    results = measure(settings, engines, prompts)
+    results = _joined(_measured_starts(settings, prompts))
     out.mkdir(parents=True, exist_ok=True)
     content = {
         "settings": asdict(settings),
@@ -161,17 +181,43 @@ def _is_ngram(config: dict[str, Any] | None) -> bool:
     return config is not None and config["method"] == "ngram"
 
 
-def _start(settings: BenchSettings, longest: int) -> dict[str, tuple[Any, StepLog]]:
-    """Every method's engine, plain vLLM first, vLLM's ngram last."""
+def _measured_starts(settings: BenchSettings, prompts: Prompts) -> Iterator[Results]:
+    """The results of each start."""
+    if settings.starts == 1:
+        yield _measure_start(settings, prompts, 0)
+        return
+    context = multiprocessing.get_context("spawn")
+    for start in range(settings.starts):
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            yield process.submit(_measure_start, settings, prompts, start).result()
+
+
+def _joined(starts: Iterator[Results]) -> Results:
+    """One measurement of several."""
+    joined: Results = {}
+    for results in starts:
+        for cell, methods in results.items():
+            before = joined.setdefault(cell, {})
+            for name, one in methods.items():
+                before[name] = before[name] + one if name in before else one
+    return joined
+
+
+def _measure_start(settings: BenchSettings, prompts: Prompts, start: int) -> Results:
+    """Start all engines and measure all cells; every second time in reverse order."""
     from vllm import LLM
 
-    engines = {}
+    longest = max(map(len, itertools.chain(*prompts.values())))
     configs = [(PLAIN, None), *settings.configs.items()]
+    if start % 2:
+        configs.reverse()
     # vLLM 0.32 walks over all modules when an engine starts, and stumbles over those of
     # numba that an earlier engine with this method has loaded.
     configs.sort(key=lambda named: _is_ngram(named[1]))
-    for name, config in tqdm(configs, desc="starting engines"):
-        llm = LLM(
+    engines = {}
+    of = f", {start + 1} of {settings.starts}"
+    for name, config in tqdm(configs, desc="starting engines" + of):
+        engines[name] = LLM(
             **{
                 "model": settings.target,
                 "max_model_len": longest + settings.max_tokens + ROOM_FOR_DRAFTS,
@@ -181,27 +227,22 @@ def _start(settings: BenchSettings, longest: int) -> dict[str, tuple[Any, StepLo
                 **settings.engine,
             }
         )
-        engines[name] = llm, StepLog(llm)
-    return engines
+    engines = {name: engines[name] for name in (PLAIN, *settings.configs)}
+    return _measure(settings, engines, prompts, "turns" + of)
 
 
-def measure(
-    settings: BenchSettings,
-    engines: dict[str, tuple[Any, StepLog]],
-    prompts: dict[str, list[list[int]]],
+def _measure(
+    settings: BenchSettings, engines: dict[str, Any], prompts: Prompts, title: str
 ) -> Results:
-    """All cells, with a progress bar over the answers of a batch by an engine.
-
-    Args:
-        settings: What to compare.
-        engines: By name, in this process.
-        prompts: [prompts][tokens] by set.
-    """
+    """All cells, with a progress bar over the engines' turns."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    num_batches = sum(1 + len(prompts[s]) // batch for s, _, batch in settings.cells)
+    logs = {name: StepLog(llm) for name, llm in engines.items()}
+    turns = {cell: num_turns(len(prompts[cell[0]]), cell[2]) for cell in settings.cells}
+    num_turns_in_all = sum(turns.values()) + len(turns)
     results: Results = {}
-    with tqdm(total=num_batches * len(engines), desc="batches") as bar:
+    with tqdm(total=num_turns_in_all * len(engines), desc=title) as bar:
         for cell in settings.cells:
             chosen, temperature, batch = prompts[cell[0]], *cell[1:]
             params = [
@@ -210,65 +251,112 @@ def measure(
                     max_tokens=settings.max_tokens,
                     ignore_eos=settings.ignore_eos,
                     seed=i,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
                 )
                 for i in range(len(chosen))
             ]
-            answer = functools.partial(_answer, batch, chosen, params)
-            for llm, log in engines.values():
-                answer(llm, 0)
+            traffic = {}
+            for name, llm in engines.items():
+                Traffic(llm, chosen[:batch], params, batch).finish()
                 forget(llm)
-                log.restart()
+                logs[name].restart()
+                traffic[name] = Traffic(llm, chosen, params, batch)
                 bar.update()
-            answers = collections.defaultdict(list)
-            for number in range(len(chosen) // batch):
-                order = collections.deque(engines)
-                order.rotate(-number)
+            order = collections.deque(engines)
+            for _ in range(turns[cell]):
                 for name in order:
-                    answers[name].append(answer(engines[name][0], number))
+                    traffic[name].take_turn()
                     bar.update()
+                order.rotate(-1)
+            for one in traffic.values():
+                one.finish()
             results[cell] = {
-                name: _measured(answers[name], log)
-                for name, (_, log) in engines.items()
+                name: traffic[name].measured(logs[name]) for name in engines
             }
     return results
 
 
-def _answer(
-    batch: int, prompts: list[list[int]], params: list[Any], llm: Any, number: int
-) -> tuple[list[Any], float]:
-    """The outputs for one batch of prompts, and the seconds that they took."""
-    chosen = slice(number * batch, (number + 1) * batch)
-    inputs = [{"prompt_token_ids": ids} for ids in prompts[chosen]]
-    start = time.perf_counter()
-    outputs = llm.generate(inputs, params[chosen], use_tqdm=False)
-    return outputs, time.perf_counter() - start
+def num_turns(num_prompts: int, batch: int) -> int:
+    """How often as many requests as a batch holds can end with the batch full."""
+    return max(1, num_prompts // batch - (batch > 1))
 
 
-def _measured(answers: list[tuple[list[Any], float]], log: StepLog) -> Measured:
-    batches = [[list(o.outputs[0].token_ids) for o in outs] for outs, _ in answers]
-    return Measured(
-        tokens=np.array([sum(map(len, texts)) for texts in batches]),
-        seconds=np.array([seconds for _, seconds in answers]),
-        texts=sum(batches, []),
-        waits=[o.metrics.first_token_latency for outs, _ in answers for o in outs],
-        steps=dict(log.counts),
-    )
+class Traffic:
+    """Requests for one engine, of which so many are in flight while there are any."""
+
+    def __init__(
+        self, llm: Any, prompts: list[list[int]], params: list[Any], batch: int
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            llm: The engine.
+            prompts: [p][tokens].
+            params: Sampling parameters of at least as many.
+            batch: Requests in flight.
+        """
+        self._engine, self._core = llm.llm_engine, core_of(llm)
+        self._waiting = collections.deque(enumerate(zip(prompts, params, strict=False)))
+        self._batch = batch
+        self._outputs: dict[int, Any] = {}
+        self._tokens: list[int] = []
+        self._seconds: list[float] = []
+
+    def take_turn(self) -> None:
+        """Run until as many more requests have ended as the batch holds."""
+        before, start = self._num_tokens(), time.perf_counter()
+        self._run_until(len(self._outputs) + self._batch)
+        self._seconds.append(time.perf_counter() - start)
+        self._tokens.append(self._num_tokens() - before)
+
+    def finish(self) -> None:
+        """Run until no request is left; that does not count."""
+        self._run_until(len(self._outputs) + len(self._waiting) + self._num_running())
+
+    def measured(self, log: StepLog) -> Measured:
+        """All turns, and the texts of all requests."""
+        outputs = [self._outputs[i] for i in sorted(self._outputs)]
+        return Measured(
+            tokens=np.array(self._tokens),
+            seconds=np.array(self._seconds),
+            texts=[list(o.outputs[0].token_ids) for o in outputs],
+            waits=[o.metrics.first_token_latency for o in outputs],
+            steps=collections.Counter(log.counts),
+        )
+
+    def _run_until(self, num_ended: int) -> None:
+        while len(self._outputs) < num_ended:
+            while self._waiting and self._num_running() < self._batch:
+                number, (ids, params) = self._waiting.popleft()
+                prompt = {"prompt_token_ids": ids}
+                self._engine.add_request(str(number), prompt, params)
+            for output in self._engine.step():
+                self._outputs[int(output.request_id)] = output
+
+    def _num_running(self) -> int:
+        return self._engine.get_num_unfinished_requests()
+
+    def _num_tokens(self) -> int:
+        """Of all texts so far, the unfinished ones too."""
+        running = self._core.scheduler.requests.values()
+        ended = (len(o.outputs[0].token_ids) for o in self._outputs.values())
+        return sum(ended) + sum(request.num_output_tokens for request in running)
 
 
 def report(out: Path, results: Results) -> str:
-    """Write tables (every batch, every method, every depth) and pictures.
+    """Write tables (every turn, every method, every depth) and pictures.
 
     Returns:
         The Markdown table.
     """
-    batches, depths, rows, shown = [], [], [], []
+    turns, depths, rows, shown = [], [], [], []
     for cell, methods in results.items():
         where = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
         plain = methods[PLAIN]
         for name, one in methods.items():
             row = {**where, "method": name}
             for tokens, seconds in zip(one.tokens, one.seconds, strict=True):
-                batches.append({**row, "tokens": tokens, "seconds": seconds})
+                turns.append({**row, "tokens": tokens, "seconds": seconds})
             for depth, part in enumerate(one.accepted, start=1):
                 depths.append({**row, "depth": depth, "accepted": part})
             rates = np.percentile(one.rates, QUARTILES)
@@ -294,7 +382,7 @@ def report(out: Path, results: Results) -> str:
     text = markdown([*columns, "tokens per step", "identical"], shown)
     (out / "table.md").write_text(text)
     write_csv(out / "table.csv", rows)
-    write_csv(out / "batches.csv", batches)
+    write_csv(out / "turns.csv", turns)
     if depths:
         write_csv(out / "depths.csv", depths)
     _plot(out / "speedup.png", results, _draw_ratios)

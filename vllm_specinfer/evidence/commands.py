@@ -143,7 +143,15 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         help="a further speculative config, by default of method specinfer",
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
+    )
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=2,
+        help="measure so often, the engines started in alternating orders (2)",
+    )
     parser.add_argument(
         "--ignore-eos", action="store_true", help="all answers have --max-tokens"
     )
@@ -174,6 +182,9 @@ def _bench(args: argparse.Namespace) -> int:
     configs |= dict(args.config)
     if not configs:
         raise ValueError("bench needs --ssm or --config; got neither")
+    for config in configs.values():
+        if config["method"] == METHOD:
+            parse_options(config)  # what is wrong is said before engines start
     settings = BenchSettings(
         target=args.target or str(assets.smollm2()),
         configs=configs,
@@ -184,6 +195,7 @@ def _bench(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
         engine=args.engine,
+        starts=args.starts,
     )
     print(bench(args.out, settings, sys.argv))
     print(f"tables and pictures in {args.out}")

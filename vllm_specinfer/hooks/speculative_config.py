@@ -128,18 +128,14 @@ def _switch_runner_on() -> None:
 
         cpu_v2.enable_in_frontend()
     # Without it vLLM may choose the V1 runner by itself, with no more than a warning.
-    os.environ[V2_ENV] = "1"
+    _set_runner("1")
 
 
 def _switch_runner_off() -> None:
     """Give the next engine of this process the runner it had without specinfer."""
     if V2_ENV not in _env_before:
         return
-    before = _env_before.pop(V2_ENV)
-    if before is None:
-        os.environ.pop(V2_ENV, None)
-    else:
-        os.environ[V2_ENV] = before
+    _set_runner(_env_before.pop(V2_ENV))
 
     from vllm.platforms import current_platform
 
@@ -147,6 +143,18 @@ def _switch_runner_off() -> None:
         from vllm_specinfer.hooks import cpu_v2
 
         cpu_v2.disable_in_frontend()
+
+
+def _set_runner(value: str | None) -> None:
+    from vllm import envs
+
+    if value is None:
+        os.environ.pop(V2_ENV, None)
+    else:
+        os.environ[V2_ENV] = value
+    # An engine that runs in this process has made vLLM read the environment no more,
+    # until the next engine has started.
+    envs.disable_envs_cache()
 
 
 def _merge_flags(args: "EngineArgs") -> dict[str, Any]:
