@@ -10,11 +10,13 @@ import gc
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import psutil
 
 from vllm_specinfer.hooks import cpu_v2, speculative_config
 
@@ -43,6 +45,11 @@ def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
         timeout: Seconds for all of them.
         env: More of the environment, for a process that no other call uses.
     """
+    return call(_run_jobs, jobs, timeout, **env)
+
+
+def call(function: Callable, argument: Any, timeout: float = 1200, **env: str) -> Any:
+    """`function(argument)` in the process, as `run`."""
     if env:
         processes = _process(env)
     else:
@@ -50,12 +57,13 @@ def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
             _shared.append(_process({}))
         processes = _shared[0]
     try:
-        return processes.submit(_run_jobs, jobs).result(timeout)
+        return processes.submit(function, argument).result(timeout)
     except BaseException:
         # What hangs or is half done must not reach the next call.
         _shared.clear()
-        for process in multiprocessing.active_children():
-            process.kill()
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         raise
 
 

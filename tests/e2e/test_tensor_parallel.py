@@ -1,0 +1,80 @@
+"""Two ranks: the text is that of one, and both ranks verify and draft the same."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import engine
+from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(9 + 8 * i)] for i in range(6)]
+PARAMS = [
+    {"temperature": 0.9 * (i % 2), "seed": i, "max_tokens": 40, "ignore_eos": True}
+    for i in range(len(PROMPTS))
+]
+
+
+def state_of(worker) -> tuple[str, ...]:
+    """Digests of all texts and of all trees that a rank remembers."""
+    runner = worker.model_runner
+    trees = runner.speculator._trees
+    arrays = (
+        runner.req_states.all_token_ids.gpu.numpy(),
+        *(trees.parents, trees.depths, trees.root_positions),
+    )
+    return tuple(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
+
+
+def on_two_ranks(llm: dict) -> tuple[list[list[int]], list[tuple[str, ...]]]:
+    """The texts, and each rank's state after them."""
+    from vllm import LLM, SamplingParams
+
+    two = LLM(tensor_parallel_size=2, distributed_executor_backend="mp", **llm)
+    outputs = two.generate(
+        [{"prompt_token_ids": ids} for ids in PROMPTS],
+        [SamplingParams(detokenize=False, **params) for params in PARAMS],
+        use_tqdm=False,
+    )
+    return [list(o.outputs[0].token_ids) for o in outputs], two.collective_rpc(state_of)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder: Path = tmp_path_factory.mktemp("models")
+    target = tiny_llama(folder / "target", seed=0)
+    ssm = noisy_copy(target, folder / "ssm", noise=0.05)
+    config = {"method": "specinfer", "ssms": [ssm, "suffix"]}
+    return {
+        "model": target,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 256,
+        # Fewer than there are prompts: slots are used again.
+        "max_num_seqs": 4,
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 400,
+        "speculative_config": config,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(llm) -> list[list[int]]:
+    job = {"prompts": PROMPTS, "params": PARAMS, "plain_v2": True}
+    (result,) = engine.run([{"llm": {**llm, "speculative_config": None}, **job}])
+    return [texts[0] for texts in result["tokens"]]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "mss"])
+def test_two_ranks_agree_with_each_other_and_with_plain_decoding(llm, plain, rule):
+    config = {**llm["speculative_config"], "verification": rule}
+    # Ranks that part wait for each other.
+    texts, (first, second) = engine.call(
+        on_two_ranks, {**llm, "speculative_config": config}, timeout=300
+    )
+    assert first == second
+    for params, text, expected in zip(PARAMS, texts, plain, strict=True):
+        if rule == "coupled" or not params["temperature"]:
+            assert text == expected
+    assert rule == "coupled" or texts != plain
