@@ -12,6 +12,7 @@ its steps elsewhere. One request runs at a time.
 Dimension legend: S steps, D depth of the oracle's trees.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,7 @@ def replay(
         Its trees, and [S] how many of their nodes it expected to be accepted.
     """
     tree, budget = default_tree(num_nodes), TableBudget(num_nodes, costs)
+    tree = replace(tree, max_depth=min(tree.max_depth, trace.tree.max_depth))
     ssm = RecordedSSM(trace)
     source = NeuralSource(ssm, ssm, tree, num_nodes, budget)
     source.predictor = predictor
