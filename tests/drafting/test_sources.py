@@ -138,24 +138,27 @@ def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
         roots=SimpleNamespace(temperatures=np.array([0.7])),
     )
     nodes = [(ROOT, 1, 0.5), (0, 2, 0.8), (ROOT, 3, 0.4), (2, 4, 0.9), (0, 5, 0.15)]
+    nodes.append((1, 6, 0.7))
     words, ssm = LookupSource(Words(nodes)), Chain([9, 8], 0.5)
     words.predictor, seen = Predictor(), []
     words.predictor.observe = lambda *args: seen.append(args)
     sources = SourceSet([words], [ssm], SHAPE, 8, Learning())
     (tree,) = sources.propose(step).trees.each()
     paths = {tuple(tree.path(i)): i for i in range(len(tree))}
-    assert set(paths) == {(1,), (1, 2), (1, 5), (3,), (3, 4), (9,), (9, 8)}
-    sources.observe(7, [paths[1,], paths[1, 5]])
+    found = {(1,), (1, 2), (1, 2, 6), (1, 5), (3,), (3, 4), (9,), (9, 8)}
+    assert set(paths) == found
+    sources.observe(7, [paths[1,], paths[1, 2]])
     ((slot, features, right),) = seen
     expected = {
         (np.log(0.5), 0, 0, 1): True,
-        (np.log(0.8), np.log(0.5), 0, 2): False,
+        (np.log(0.8), np.log(0.5), 0, 2): True,
+        (np.log(0.7), np.log(0.4), 0, 3): False,
         (np.log(0.4), 0, 1, 1): False,
-        (np.log(0.15), np.log(0.5), 1, 2): True,
+        (np.log(0.15), np.log(0.5), 1, 2): False,
     }
     order, other = np.argsort(-features[:, 0]), sorted(expected, reverse=True)
     np.testing.assert_allclose(features[order][:, :4], other, atol=1e-6)
-    np.testing.assert_allclose(features[:, 4:], [[0.7, 0.5]] * 4, atol=1e-6)
+    np.testing.assert_allclose(features[:, 4:], [[0.7, 0.5]] * 5, atol=1e-6)
     assert slot == 7 and right[order].tolist() == [expected[key] for key in other]
     # The SSM has none: its chances are corrected by one number.
     assert ssm.calibration.distrust > 0 == words.calibration.distrust
