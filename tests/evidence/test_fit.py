@@ -115,7 +115,7 @@ def test_a_fit_finds_what_one_number_cannot(tmp_path):
     blind = fit(*train.without(RECENT).samples)
     blind = quality("", blind.corrected(test.without(RECENT).features), test)
     assert max(fitted["loss"], learned["loss"]) < 0.85 * one_number["loss"]
-    assert fitted["loss"] < 0.93 * min(own["loss"], blind["loss"])
+    assert fitted["loss"] < 0.8 * min(own["loss"], blind["loss"])
     assert fitted["length error"] < 0.5 * one_number["length error"]
     assert fitted["correlation"] > 0.5 > blind["correlation"]
     lengths = fitted["predicted length"], fitted["actual length"]
@@ -134,7 +134,7 @@ def test_the_table_says_how_wrong_chances_are():
 
 
 def test_schedulers_on_a_trace_that_only_recent_guesses_explain(tmp_path):
-    trace = trace_of(tmp_path, lines_of(8, 1600))
+    trace = trace_of(tmp_path, lines_of(8, 1200))
     held = trace.requests % 4 >= 2  # good and bad ones
     train = nodes_of(trace).only(~held)
     predictor = fit(*train.samples)
@@ -149,7 +149,7 @@ def test_schedulers_on_a_trace_that_only_recent_guesses_explain(tmp_path):
     assert oracle_row[rate] > max(row[rate] for row in [*rows.values()][:-1])
     lengths = learned["predicted length"], learned["actual length"]
     assert lengths[0] == pytest.approx(lengths[1], rel=0.15)
-    assert learned["actual length"] == learned["tokens per step"] - 1
+    assert 1 + learned["actual length"] == pytest.approx(learned["tokens per step"])
 
 
 def test_a_replay_takes_what_is_on_the_path_and_pays_for_all(tmp_path):

@@ -38,7 +38,7 @@ from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.tuning.settings import installed_versions
 
 HELD_OUT_EACH = 4
-EPOCHS, BATCH, RATE = 20, 256, 3e-3
+EPOCHS, BATCH, RATE = 30, 256, 2e-2
 # Adam's averages and what it adds to the root of the second one.
 _FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
 _GROUPS = 10
