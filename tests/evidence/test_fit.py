@@ -134,7 +134,7 @@ def test_the_table_says_how_wrong_chances_are():
 
 
 def test_schedulers_on_a_trace_that_only_recent_guesses_explain(tmp_path):
-    trace = trace_of(tmp_path, lines_of(8, 1200))
+    trace = trace_of(tmp_path, lines_of(8, 1600))
     held = trace.requests % 4 >= 2  # good and bad ones
     train = nodes_of(trace).only(~held)
     predictor = fit(*train.samples)
