@@ -88,7 +88,9 @@ class Trace:
     def children(self) -> np.ndarray:
         """[S, C + 1, K] the child of each rank, -1 where there is none; row 0: root."""
         num_steps, num_nodes = self.parents.shape
-        shape = (num_steps, num_nodes + 1, max(self.tree.widths))
+        # Several sources together may give a node more children than each of them.
+        most = max(*self.tree.widths, int(self.ranks.max()) + 1)
+        shape = (num_steps, num_nodes + 1, most)
         children = np.full(shape, -1)
         steps, nodes = np.nonzero(np.isfinite(self.scores))
         rows, ranks = self.parents[steps, nodes] + 1, self.ranks[steps, nodes]
