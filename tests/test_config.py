@@ -120,7 +120,18 @@ def test_the_users_dictionary_is_left_alone():
         ({"num_speculative_tokens": True}, "must be a positive integer; got True"),
         ({"verification": "best"}, "verification must be one of auto, mss"),
         ({"verification": ["auto"]}, "verification must be one of auto, mss"),
-        ({"scheduler": "learned"}, "no learned policy"),
+        ({"scheduler": {"type": "best"}}, "scheduler.type must be one of auto"),
+        ({"scheduler": {"typ": 1}}, "scheduler keys must be among type, file; got"),
+        (
+            {"scheduler": {"type": "static", "file": "f"}},
+            "scheduler.type must be 'learned' with a file; got 'static'",
+        ),
+        ({"scheduler": {"type": "learned", "file": 3}}, "the path of a file; got 3"),
+        (
+            {"scheduler": {"type": "learned", "file": "/no/file"}},
+            "scheduler.file must be what fit-scheduler has written; got '/no/file': "
+            "FileNotFoundError",
+        ),
         ({"scheduler": 1}, "scheduler must be one of auto, static, learned; got 1"),
         ({"tre": [1]}, "got 'tre', did you mean 'tree'"),
         ({"method": "eagle"}, "method must be 'specinfer'; got 'eagle'"),
@@ -382,6 +393,11 @@ def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undo
     [
         ({}, "as many as pay"),
         ({"verification": "naive"}, "as many as pay"),
+        ({"scheduler": "learned"}, "as many as pay by learned chances"),
+        (
+            {"scheduler": "learned", "verification": "rrs"},
+            "because a seeded text under 'rrs' depends",
+        ),
         ({"scheduler": "static"}, "all in every step, because the scheduler is"),
         ({"tree": [2, 1]}, "because the tree is an expansion"),
         ({"verification": "mss"}, "because a seeded text under 'mss' depends"),
@@ -397,7 +413,7 @@ def test_nodes_follow_the_load_where_the_text_cannot_tell(
         model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
     )
     spec = args.create_engine_config().speculative_config
-    assert spec.follows_load is (said == "as many as pay") and said in spec.summary
+    assert spec.follows_load is ("as many as pay" in said) and said in spec.summary
     spec.target_parallel_config.tensor_parallel_size = 2
     assert not spec.follows_load
 

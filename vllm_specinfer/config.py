@@ -198,7 +198,7 @@ class SpecInferConfig(SpeculativeConfig):
     @property
     def static_reason(self) -> str | None:
         """Why nodes do not follow the load, None where they do."""
-        if self.scheduler != "auto":
+        if self.scheduler == "static":
             return f"the scheduler is {self.scheduler!r}"
         if self.target_parallel_config.tensor_parallel_size != 1:
             return "tensor-parallel ranks must agree and have a clock each"
@@ -215,6 +215,8 @@ class SpecInferConfig(SpeculativeConfig):
         paths = [""] * (len(self.sources) - len(paths)) + paths
         sources = map("".join, zip(self.source_names, paths, strict=True))
         nodes = "as many as pay"
+        if self.scheduler == "learned":
+            nodes += " by learned chances"
         if self.static_reason is not None:
             nodes = f"all in every step, because {self.static_reason}"
         return (
@@ -249,7 +251,8 @@ class SpecInferConfig(SpeculativeConfig):
         return (
             f"SpecInferConfig(sources={self.sources}, tree={self.tree}, "
             f"num_speculative_tokens={self.num_speculative_tokens}, "
-            f"verification={self.verification_rule!r}, scheduler={self.scheduler!r})"
+            f"verification={self.verification_rule!r}, scheduler={self.scheduler!r}, "
+            f"scheduler_file={self.options.scheduler_file!r})"
         )
 
 

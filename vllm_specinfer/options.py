@@ -171,7 +171,9 @@ class SpecInferOptions:
         tree: The tree's limits.
         num_speculative_tokens: Most nodes of one request in one step (N).
         verification: One of `VERIFICATIONS`.
-        scheduler: "auto" or "static".
+        scheduler: One of `SCHEDULERS`.
+        scheduler_file: What "learned" starts from; None for what an engine before has
+            learned, else the sources' own chances.
         batch_schedule: vLLM's num_speculative_tokens_per_batch_size, unchecked: fewer
             nodes than N by requests in the batch; None for N always.
     """
@@ -181,6 +183,7 @@ class SpecInferOptions:
     num_speculative_tokens: int
     verification: str = "auto"
     scheduler: str = "auto"
+    scheduler_file: str | None = None
     batch_schedule: Any = None
 
     @property

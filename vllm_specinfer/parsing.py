@@ -1,9 +1,7 @@
-"""What a user may write in ``--speculative-config``, parsed.
-
-Limits of this version: no learned policy.
-"""
+"""What a user may write in ``--speculative-config``, parsed."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.keys import refuse_unknown_keys
@@ -17,6 +15,7 @@ from vllm_specinfer.options import (
     SSMSource,
     Tree,
 )
+from vllm_specinfer.scheduling.predictor import read_predictor
 from vllm_specinfer.sources import parse_sources
 from vllm_specinfer.trees import (
     check_limits,
@@ -110,6 +109,7 @@ def _parse_options(config: Mapping[str, Any]) -> SpecInferOptions:
     tree, num_nodes = _parse_budget(
         config.get("tree"), config.get("num_speculative_tokens"), sources
     )
+    scheduler, scheduler_file = _parse_scheduler(config.get("scheduler"))
     return SpecInferOptions(
         sources=sources,
         tree=tree,
@@ -118,7 +118,8 @@ def _parse_options(config: Mapping[str, Any]) -> SpecInferOptions:
         verification=_parse_choice(
             "verification", config.get("verification"), VERIFICATIONS
         ),
-        scheduler=_parse_scheduler(config.get("scheduler")),
+        scheduler=scheduler,
+        scheduler_file=scheduler_file,
     )
 
 
@@ -151,14 +152,21 @@ def _parse_budget(
     return tree, num_nodes
 
 
-def _parse_scheduler(raw: Any) -> str:
-    value = _parse_choice("scheduler", raw, SCHEDULERS)
-    if value == "learned":
-        raise ValueError(
-            "scheduler must be 'auto' or 'static', this version has no learned "
-            "policy; got 'learned'"
-        )
-    return value
+def _parse_scheduler(raw: Any) -> tuple[str, str | None]:
+    """Its name, and the file that "learned" starts from."""
+    if not isinstance(raw, Mapping):
+        return _parse_choice("scheduler", raw, SCHEDULERS), None
+    refuse_unknown_keys(raw, ("type", "file"), "scheduler")
+    name = _parse_choice("scheduler.type", raw.get("type"), SCHEDULERS)
+    file = raw.get("file")
+    if file is None:
+        return name, None
+    if name != "learned":
+        raise ValueError(f"scheduler.type must be 'learned' with a file; got {name!r}")
+    if not isinstance(file, str) or "\0" in file:
+        raise ValueError(f"scheduler.file must be the path of a file; got {file!r}")
+    read_predictor(Path(file))
+    return name, file
 
 
 def _parse_choice(key: str, raw: Any, choices: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from vllm_specinfer.options import SSMSource
 from vllm_specinfer.refusals import eagle_type
 from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+from vllm_specinfer.scheduling.predictor import Predictor, read_predictor
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
@@ -143,6 +145,7 @@ class TreeSpeculator(DraftModelSpeculator):
             )
         self.sources = SourceSet(lookups, ssms, spec.tree, num_nodes, self.budget)
         if self.budget.learns:
+            self._give_predictors()
             self._recall()
         state = functools.partial(
             TreeModelState,
@@ -160,6 +163,17 @@ class TreeSpeculator(DraftModelSpeculator):
         target_model.get_model_state_cls = lambda: state
         return nn.ModuleList(source.ssm.model for source in self.sources.ssms)
 
+    def _give_predictors(self) -> None:
+        """SSMs start from the user's file, lookups from what they believe."""
+        options = self.speculative_config.options
+        if options.scheduler != "learned":
+            return
+        for source in self.sources.all():
+            source.predictor = Predictor()
+        if options.scheduler_file is not None:
+            for source in self.sources.ssms:
+                source.predictor = read_predictor(Path(options.scheduler_file))
+
     def _recall(self) -> None:
         """Start from what an engine like this one has learned."""
         config = self.vllm_config
@@ -167,6 +181,7 @@ class TreeSpeculator(DraftModelSpeculator):
             *(vllm.__version__, torch.get_num_threads(), config.model_config.model),
             *(config.model_config.dtype, config.model_config.enforce_eager),
             *(config.cache_config.cache_dtype, repr(self.speculative_config)),
+            self.sources.learned()["predictors"],
         )
         learned = memory.load(self._memory)
         if learned is not None:

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain
@@ -25,6 +27,7 @@ class Chain:
     def __init__(self, tokens, chance):
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
+        self.predictor = None
 
     def skip(self, step):
         pass
@@ -111,6 +114,63 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
     assert honest.calibration.corrected(np.log(0.5)) > np.log(0.75)
     assert liar.calibration.corrected(np.log(0.9)) < np.log(0.5)
     sources.observe(7, [0])  # no tree stands there any more
+
+
+class Words:
+    """A lookup that knows what it is told."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def start(self, slot):
+        pass
+
+    def find(self, slot, tokens):
+        return self.nodes
+
+
+def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
+    step = SimpleNamespace(
+        **vars(STEP),
+        num_tokens=np.array([3]),
+        all_token_ids=np.zeros((8, 9), np.int32),
+        tests_draws=False,
+        roots=SimpleNamespace(temperatures=np.array([0.7])),
+    )
+    nodes = [(ROOT, 1, 0.5), (0, 2, 0.8), (ROOT, 3, 0.4), (2, 4, 0.9), (0, 5, 0.15)]
+    nodes.append((1, 6, 0.7))
+    words, ssm = LookupSource(Words(nodes)), Chain([9, 8], 0.5)
+    words.predictor, seen = Predictor(), []
+    words.predictor.observe = lambda *args: seen.append(args)
+    sources = SourceSet([words], [ssm], SHAPE, 8, Learning())
+    (tree,) = sources.propose(step).trees.each()
+    paths = {tuple(tree.path(i)): i for i in range(len(tree))}
+    found = {(1,), (1, 2), (1, 2, 6), (1, 5), (3,), (3, 4), (9,), (9, 8)}
+    assert set(paths) == found
+    sources.observe(7, [paths[1,], paths[1, 2]])
+    ((slot, features, right),) = seen
+    expected = {
+        (np.log(0.5), 0, 0, 1): True,
+        (np.log(0.8), np.log(0.5), 0, 2): True,
+        (np.log(0.7), np.log(0.4), 0, 3): False,
+        (np.log(0.4), 0, 1, 1): False,
+        (np.log(0.15), np.log(0.5), 1, 2): False,
+    }
+    order, other = np.argsort(-features[:, 0]), sorted(expected, reverse=True)
+    np.testing.assert_allclose(features[order][:, :4], other, atol=1e-6)
+    np.testing.assert_allclose(features[:, 4:], [[0.7, 0.5]] * 5, atol=1e-6)
+    assert slot == 7 and right[order].tolist() == [expected[key] for key in other]
+    # The SSM has none: its chances are corrected by one number.
+    assert ssm.calibration.distrust > 0 == words.calibration.distrust
+
+
+def test_guesses_of_a_slots_last_request_are_forgotten():
+    source = LookupSource(Words([]))
+    source.predictor = Predictor()
+    sources = SourceSet([source], [], SHAPE, 4, Learning())
+    source.predictor.guesses.observe(3, np.array([True]))
+    sources.start(3, None)
+    assert source.predictor.guesses.recent([3]) == 0.5
 
 
 def test_a_shared_node_counts_for_the_first_source():

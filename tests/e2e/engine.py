@@ -89,7 +89,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm.logger import init_logger
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_specinfer import model_state
+    from vllm_specinfer import model_state, speculator
     from vllm_specinfer.drafting import children
     from vllm_specinfer.drafting.eagle import EagleHead
     from vllm_specinfer.drafting.neural import NeuralSource
@@ -221,6 +221,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "record_drafts": record_drafts,
+        "save_every_step": lambda: mock.patch.object(speculator, "SAVE_STEPS", 1),
         "states_lost": lambda: mock.patch.object(
             EagleHead, "_keep", lambda *args: None
         ),

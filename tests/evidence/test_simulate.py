@@ -138,6 +138,16 @@ def test_a_best_first_tree_spends_nothing_on_a_hopeless_step(tmp_path):
     assert found.levels.tolist() == [2, 1]
 
 
+def test_a_node_may_have_more_children_than_one_source_gives(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    scores = np.log([0.5, 0.3, 0.1])
+    file.write_text('{"tree": [2]}\n' + step_line(0, np.full(3, ROOT), scores, [2]))
+    trace = read_trace(file)
+    assert trace.children[0, 0].tolist() == [0, 1, 2]
+    assert simulate(trace, "", BestFirstTree(1, 3, 0.0), 3).accepted.tolist() == [1]
+    assert simulate(trace, "", trace.tree, 2).accepted.tolist() == [0]
+
+
 def test_costs_are_those_of_the_rows_and_levels_of_the_whole_batch():
     rows, seconds = np.array([1.0, 5.0, 9.0]), np.array([10.0, 20.0, 60.0])
     nodes, levels = np.array([1, 3]), np.array([1, 2])

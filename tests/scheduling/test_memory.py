@@ -10,13 +10,14 @@ from vllm_specinfer.options import BestFirstTree
 from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import TRY_AGAIN, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.predictor import Predictor, node_features
 
 
 class Silent:
     """A source without proposals."""
 
     def __init__(self):
-        self.calibration = Calibration()
+        self.calibration, self.predictor = Calibration(), None
 
 
 def engine(num_sources=2, num_nodes=8):
@@ -57,6 +58,29 @@ def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     for _ in range(60):
         recalled.observe_step(9, 1.5 * (10e-3 + 9 * 0.4e-3), True)
     assert recalled._step.seconds(9, True) == pytest.approx(20.4e-3, rel=0.1)
+
+
+def test_saved_predictors_are_the_next_ones_start():
+    sources, _ = experienced()
+    features = node_features(np.log([0.9, 0.1]), 0.0, np.arange(2), 1, 0.0, 0.5)
+    for source in sources.all():
+        source.predictor = Predictor()
+    for _ in range(30):
+        sources.all()[1].predictor.observe(0, features, np.array([False, True]))
+    learned = json.loads(json.dumps(sources.learned()))
+    again, _ = engine()
+    with pytest.raises(ValueError):  # saved by an engine that learns in another way
+        again.recall(learned)
+    for source in again.all():
+        source.predictor = Predictor()
+    again.recall(learned)
+    first, second = (s.predictor.corrected(features) for s in again.all())
+    np.testing.assert_allclose(np.exp(first), [0.9, 0.1])
+    assert (second == sources.all()[1].predictor.corrected(features)).all()
+    assert np.log(0.2) < second[1] and second[0] < np.log(0.7)
+    del learned["predictors"]
+    with pytest.raises(ValueError):
+        again.recall(learned)
 
 
 def test_other_circumstances_have_another_file():

@@ -77,6 +77,8 @@ class TreeGrowth:
         self._expands = expands
         self._depth = 0
         self._found = Candidates.empty(num_reqs)
+        # [R, C, X] what `extend` was told of the candidates.
+        self.features: np.ndarray | None = None
         self._words = num_words(self._max_scratch())
         # The frontier: [R, F'] columns of candidates; the root to begin with.
         self._columns = np.full((num_reqs, 1), ROOT, np.int32)
@@ -92,13 +94,19 @@ class TreeGrowth:
             return min(self._tree.max_width, self._num_nodes)
         return self._tree.widths[self._depth]
 
-    def extend(self, logprobs: np.ndarray, tokens: np.ndarray) -> Frontier | None:
+    def extend(
+        self,
+        logprobs: np.ndarray,
+        tokens: np.ndarray,
+        features: np.ndarray | None = None,
+    ) -> Frontier | None:
         """Add the frontier's children and choose the next frontier.
 
         Args:
             logprobs: [F, K] log-probability of each child given its parent's path;
                 -inf where there is none.
             tokens: [F, K] int64, distinct within a row where there is a child.
+            features: [F, K, X] kept for later in `features`, in all calls or none.
 
         Returns:
             The nodes to run next, or None when the trees are done.
@@ -112,6 +120,12 @@ class TreeGrowth:
         new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
         new_tokens[self._mask] = tokens
         new_parents = np.repeat(self._columns, logprobs.shape[1], axis=1)
+        if features is not None:
+            new = np.zeros((num_reqs, width, *features.shape[1:]))
+            new[self._mask] = features
+            new = new.reshape(num_reqs, num_new, -1)
+            known = [] if self.features is None else [self.features]
+            self.features = np.concatenate([*known, new], axis=1)
         self._found = Candidates(
             np.hstack([self._found.tokens, new_tokens.reshape(num_reqs, num_new)]),
             np.hstack([self._found.parents, new_parents]),

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.options import NgramSource
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.predictor import FEATURES, Predictor, node_features
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain, joined
 from vllm_specinfer.tree.token_tree import ROOT
@@ -49,6 +50,7 @@ class LookupSource:
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self.calibration = Calibration()
+        self.predictor: Predictor | None = None
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -67,13 +69,21 @@ class LookupSource:
             found.append(self._lookup.find(slot, tokens))
         candidates = Candidates.empty(len(found), max(map(len, found), default=0))
         draws: DrawsByNode = [{} for _ in found]
+        features = None
+        if self.predictor is not None:
+            features = np.zeros((*candidates.tokens.shape, len(FEATURES)))
         for r, nodes in enumerate(found):
             if not nodes:
                 continue
             n = len(nodes)
             parents, tokens, chances = zip(*nodes, strict=True)
             candidates.parents[r, :n], candidates.tokens[r, :n] = parents, tokens
-            own = self.calibration.corrected(np.log(chances))
+            own = np.log(chances)
+            if features is None:
+                own = self.calibration.corrected(own)
+            else:
+                features[r, :n] = self._features(step, r, parents, own)
+                own = self.predictor.corrected(features[r, :n])
             scores = candidates.scores[r]
             for node, parent in enumerate(parents):
                 above = scores[parent] if parent != ROOT else 0.0
@@ -83,7 +93,28 @@ class LookupSource:
                     node: joined([certain(t) for p, t, _ in nodes if p == node])
                     for node in set(parents)
                 }
-        return Proposal(candidates, draws)
+        return Proposal(candidates, draws, features)
+
+    def _features(
+        self, step: DraftStep, r: int, parents: Sequence[int], own: np.ndarray
+    ) -> np.ndarray:
+        """[n, X] of a request's nodes, given their parents and own chances [n]."""
+        above, depths, ranks = (np.zeros(len(own)) for _ in range(3))
+        for node, parent in enumerate(parents):
+            ranks[node] = parents[:node].count(parent)
+            depths[node] = 1
+            if parent != ROOT:
+                above[node] = above[parent] + own[parent]
+                depths[node] = depths[parent] + 1
+        slot = int(step.slots[step.growing[r]])
+        return node_features(
+            own,
+            above,
+            ranks,
+            depths,
+            step.roots.temperatures[r],
+            self.predictor.guesses.recent([slot]),
+        )
 
 
 class Ngrams:

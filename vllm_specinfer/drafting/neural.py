@@ -10,6 +10,12 @@ from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.predictor import (
+    ABOVE,
+    OWN,
+    Predictor,
+    node_features,
+)
 
 
 class NeuralSource:
@@ -41,6 +47,7 @@ class NeuralSource:
         self._num_nodes = num_nodes
         self._budget = budget
         self.calibration = Calibration()
+        self.predictor: Predictor | None = None
 
     @property
     def work(self) -> tuple[int, int]:
@@ -71,6 +78,8 @@ class NeuralSource:
         if not len(slots):
             return Proposal(growth.finish(), draws)
         rows, requests = step.roots, np.arange(len(slots))
+        above = np.zeros(len(slots))
+        recent = self.predictor and self.predictor.guesses.recent(slots.tolist())
         while True:
             width = growth.num_children
             children = self.chooser.choose(
@@ -83,11 +92,25 @@ class NeuralSource:
                 for f, (r, node) in enumerate(nodes):
                     if rows.temperatures[f]:
                         draws[r][node] = children.draws.row(f)
-            frontier = growth.extend(
-                self.calibration.corrected(children.scores), children.tokens
-            )
+            scores, features = children.scores, None
+            if self.predictor is None:
+                scores = self.calibration.corrected(scores)
+            else:
+                features = node_features(
+                    own=scores,
+                    above=above[:, None],
+                    rank=np.arange(scores.shape[1]),
+                    depth=rows.depths[:, None] + 1,
+                    temperature=rows.temperatures[:, None],
+                    recent=recent[requests, None],
+                )
+                scores = self.predictor.corrected(features)
+            frontier = growth.extend(scores, children.tokens, features)
             if frontier is None:
-                return Proposal(growth.finish(), draws)
+                return Proposal(growth.finish(), draws, growth.features)
             hidden = self.ssm.run_level(frontier, slots, num_tokens)
             requests = frontier.requests
+            if growth.features is not None:
+                expanded = growth.features[requests, frontier.nodes]
+                above = expanded[:, OWN] + expanded[:, ABOVE]
             rows = step.roots.below(requests, frontier.depth, frontier.nodes)

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import Draws
 
@@ -52,10 +53,17 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one source proposes to the R growing requests."""
+    """What one source proposes to the R growing requests.
+
+    Attributes:
+        candidates: The nodes.
+        draws: What their children were drawn from.
+        features: [R, C, X] what the predictor saw of them; None without one.
+    """
 
     candidates: Candidates
     draws: DrawsByNode
+    features: np.ndarray | None = None
 
 
 class Source(Protocol):
@@ -63,9 +71,11 @@ class Source(Protocol):
 
     Attributes:
         calibration: What the source's own chances are corrected by.
+        predictor: What corrects them instead, None where nothing does.
     """
 
     calibration: Calibration
+    predictor: Predictor | None
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""

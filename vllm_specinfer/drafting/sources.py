@@ -17,6 +17,7 @@ from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
     MEASURING,
@@ -87,8 +88,9 @@ class SourceSet:
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
         self._least = np.log(tree.min_probability) if best_first else -np.inf
         self._budget = budget
-        # By slot: [N] parents of its tree and [Q, N] scores each source gave its nodes.
-        self._given: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # By slot: [N] parents of its tree, [Q, N] scores each source gave its nodes,
+        # and per source [N, X] what its predictor saw of them.
+        self._given: dict[int, tuple[np.ndarray, np.ndarray, list]] = {}
 
     def all(self) -> list[Source]:
         """Every source, in the order of their tests."""
@@ -99,6 +101,8 @@ class SourceSet:
         self._given.pop(slot, None)
         for source in self.all():
             source.start(slot, request)
+            if source.predictor is not None:
+                source.predictor.guesses.start(slot)
 
     def forget(self) -> None:
         """Forget the texts of finished requests."""
@@ -133,10 +137,10 @@ class SourceSet:
         union, columns = merge([p.candidates for p in proposals])
         kept = max(self._least, self._budget.least_score(union.scores, asks))
         trees = union.cut(most).best(self._num_nodes, kept)
-        given = self._scores_by_source(proposals, columns, trees)
-        slots = step.slots[step.growing].tolist()
-        for slot, parents, scores in zip(slots, trees.parents, given, strict=True):
-            self._given[slot] = parents, scores
+        given, seen = self._given_by_source(proposals, columns, trees)
+        for r, slot in enumerate(step.slots[step.growing].tolist()):
+            features = [of_source[r] for of_source in seen]
+            self._given[slot] = trees.parents[r], given[r], features
         return Drafts(
             trees,
             self._draws(proposals, columns, trees),
@@ -152,26 +156,42 @@ class SourceSet:
         """
         if slot not in self._given:
             return []
-        parents, scores = self._given.pop(slot)
+        parents, scores, features = self._given.pop(slot)
         if self._budget.learns:
-            self._calibrate(parents, scores, accepted)
+            self._calibrate(slot, parents, scores, features, accepted)
         return _first_source(scores[:, accepted]).tolist()
 
     def _calibrate(
-        self, parents: np.ndarray, scores: np.ndarray, accepted: list[int]
+        self,
+        slot: int,
+        parents: np.ndarray,
+        scores: np.ndarray,
+        features: list[np.ndarray],
+        accepted: list[int],
     ) -> None:
         above = np.where(parents == ROOT, 0.0, scores[:, parents])
         tested = (parents == ROOT) | np.isin(parents, accepted)
-        for source, own, parent in zip(self.all(), scores, above, strict=False):
+        right = np.isin(np.arange(len(parents)), accepted)
+        for source, own, parent, seen in zip(
+            self.all(), scores, above, features, strict=False
+        ):
             proposed = np.isfinite(own)
             i = proposed & tested
+            if source.predictor is not None:
+                source.predictor.observe(slot, seen[i], right[i])
+                continue
             expected = float(np.exp(own[i] - parent[i]).sum())
             source.calibration.observe(expected, np.count_nonzero(proposed[accepted]))
 
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""
         distrust = [float(source.calibration.distrust) for source in self.all()]
-        return {"budget": self._budget.learned(), "distrust": distrust}
+        predictors = [predictor.learned() for predictor in self._predictors()]
+        return {
+            "budget": self._budget.learned(),
+            "distrust": distrust,
+            "predictors": predictors,
+        }
 
     def recall(self, learned: dict[str, Any]) -> None:
         """Start from what another engine with these sources has learned.
@@ -182,6 +202,12 @@ class SourceSet:
         self._budget.recall(learned["budget"])
         for source, distrust in zip(self.all(), learned["distrust"], strict=True):
             source.calibration.distrust = float(distrust)
+        predictors = learned.get("predictors", [])
+        for predictor, state in zip(self._predictors(), predictors, strict=True):
+            predictor.recall(state)
+
+    def _predictors(self) -> list[Predictor]:
+        return [s.predictor for s in self.all() if s.predictor is not None]
 
     def _asks_ssms(self, least: np.ndarray) -> bool:
         """Whether the SSMs take part in this step."""
@@ -202,21 +228,32 @@ class SourceSet:
         """Rows of all SSMs so far, and their passes over levels."""
         return np.sum([source.work for source in self.ssms], axis=0)
 
-    def _scores_by_source(
+    def _given_by_source(
         self,
         proposals: list[Proposal],
         columns: list[np.ndarray],
         trees: FinishedTrees,
-    ) -> np.ndarray:
-        """[R, Q, N] the score each source gave each node, -inf where it gave none."""
-        given = np.full((len(trees.tokens), len(proposals), self._num_nodes), -np.inf)
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """What each source gave each node.
+
+        Returns:
+            [R, Q, N] scores, -inf where it gave none; per source [R, N, X] what its
+            predictor saw, X = 0 without one.
+        """
+        num_reqs, seen = len(trees.tokens), []
+        given = np.full((num_reqs, len(proposals), self._num_nodes), -np.inf)
         for q, (proposal, column) in enumerate(zip(proposals, columns, strict=True)):
             scores = proposal.candidates.scores
             rows, found = np.nonzero(np.isfinite(scores))
             places = trees.places[rows, column[rows, found]]
             kept = places < self._num_nodes
-            given[rows[kept], q, places[kept]] = scores[rows, found][kept]
-        return given
+            rows, found, places = rows[kept], found[kept], places[kept]
+            given[rows, q, places] = scores[rows, found]
+            width = 0 if proposal.features is None else proposal.features.shape[2]
+            seen.append(np.zeros((num_reqs, self._num_nodes, width)))
+            if width:
+                seen[q][rows, places] = proposal.features[rows, found]
+        return given, seen
 
     def _reasons(
         self,

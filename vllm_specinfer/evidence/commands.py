@@ -1,4 +1,4 @@
-"""The command lines of `record`, `simulate` and `bench`."""
+"""The command lines of `record`, `simulate`, `fit-scheduler` and `bench`."""
 
 import argparse
 import json
@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer import assets
-from vllm_specinfer.options import DEFAULT_MIN_PROBABILITY, METHOD
+from vllm_specinfer.options import (
+    DEFAULT_MIN_PROBABILITY,
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    METHOD,
+)
+from vllm_specinfer.scheduling.predictor import DEFAULT_SIZE, MAX_SIZE
 
 PROMPTS_HELP = "JSONL with prompt or messages, a text file, mtbench or humaneval"
 
@@ -16,6 +21,7 @@ def add(commands: "argparse._SubParsersAction") -> None:
     """Add the commands."""
     _add_record(commands)
     _add_simulate(commands)
+    _add_fit_scheduler(commands)
     _add_bench(commands)
 
 
@@ -75,6 +81,15 @@ def _record(args: argparse.Namespace) -> int:
     return 0
 
 
+def _cost_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--costs", type=Path, help="CSV: rows of a target step, seconds it takes"
+    )
+    parser.add_argument(
+        "--level-seconds", type=float, default=0.0, help="of one pass of drafting"
+    )
+
+
 def _add_simulate(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "simulate",
@@ -94,12 +109,7 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
         default=DEFAULT_MIN_PROBABILITY,
         help=f"of the best-first trees ({DEFAULT_MIN_PROBABILITY})",
     )
-    parser.add_argument(
-        "--costs", type=Path, help="CSV: rows of a target step, seconds it takes"
-    )
-    parser.add_argument(
-        "--level-seconds", type=float, default=0.0, help="of one pass of drafting"
-    )
+    _cost_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="requests per step")
     parser.add_argument("--out", type=Path, help="folder for the table and a picture")
     parser.set_defaults(run=_simulate)
@@ -113,6 +123,58 @@ def _simulate(args: argparse.Namespace) -> int:
     costs = args.costs and read_costs(args.costs, args.level_seconds, args.batch)
     simulated = simulate_all(trace, args.trees, args.nodes, args.min_probability)
     print(report(trace, simulated, costs, args.out))
+    return 0
+
+
+def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
+    parser = commands.add_parser(
+        "fit-scheduler",
+        help="fit the learned scheduler to traces, and compare it with others",
+        description="Fit the chances of the learned scheduler to traces of one tree. "
+        "Each fourth prompt of a trace is held out for the tables, which compare "
+        "sizes and features and, with --costs, schedulers.",
+    )
+    parser.add_argument("traces", type=Path, nargs="+", help="what record has written")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the file for scheduler.file, JSON"
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=DEFAULT_SIZE,
+        help=f"hidden units, 0 for none ({DEFAULT_SIZE})",
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[0, 8, 32], help="to compare (0 8 32)"
+    )
+    _cost_options(parser)
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=DEFAULT_NUM_SPECULATIVE_TOKENS,
+        help=f"most nodes of compared trees ({DEFAULT_NUM_SPECULATIVE_TOKENS})",
+    )
+    parser.set_defaults(run=_fit_scheduler)
+
+
+def _fit_scheduler(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.fit import fit_scheduler
+    from vllm_specinfer.evidence.simulate import read_costs
+
+    for size in (args.size, *args.sizes):
+        if not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"sizes must be from 0 to {MAX_SIZE}; got {size}")
+    costs = args.costs and read_costs(args.costs, args.level_seconds, batch=1)
+    text = fit_scheduler(
+        args.traces,
+        args.out,
+        size=args.size,
+        sizes=args.sizes,
+        costs=costs,
+        num_nodes=args.nodes,
+        command=sys.argv,
+    )
+    print(f"\n{text}\npredictor in {args.out}, tables and a picture beside it")
     return 0
 
 

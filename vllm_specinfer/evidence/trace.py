@@ -13,7 +13,7 @@ Dimension legend: S recorded steps, C nodes of the widest recorded tree.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Trace:
     Attributes:
         about: The first line.
         tree: The recorded expansion.
+        requests: [S] number of the request.
+        depths: [S, C] int64.
         parents: [S, C] int64.
         ranks: [S, C] int64.
         scores: [S, C] float64, -inf where there is no node.
@@ -65,10 +67,17 @@ class Trace:
 
     about: dict[str, Any]
     tree: ExpansionTree
+    requests: np.ndarray
+    depths: np.ndarray
     parents: np.ndarray
     ranks: np.ndarray
     scores: np.ndarray
     on_path: np.ndarray
+
+    def only(self, steps: np.ndarray) -> "Trace":
+        """The steps that are chosen, [S] bool."""
+        columns = ("requests", "depths", "parents", "ranks", "scores", "on_path")
+        return replace(self, **{name: getattr(self, name)[steps] for name in columns})
 
     @property
     def tokens_per_step(self) -> float:
@@ -79,7 +88,9 @@ class Trace:
     def children(self) -> np.ndarray:
         """[S, C + 1, K] the child of each rank, -1 where there is none; row 0: root."""
         num_steps, num_nodes = self.parents.shape
-        shape = (num_steps, num_nodes + 1, max(self.tree.widths))
+        # Several sources together may give a node more children than each of them.
+        most = max(*self.tree.widths, int(self.ranks.max()) + 1)
+        shape = (num_steps, num_nodes + 1, most)
         children = np.full(shape, -1)
         steps, nodes = np.nonzero(np.isfinite(self.scores))
         rows, ranks = self.parents[steps, nodes] + 1, self.ranks[steps, nodes]
@@ -99,6 +110,7 @@ def read_trace(file: Path) -> Trace:
     if "tree" not in about:
         raise ValueError(f"{file} must be a trace, as `record` writes it; got {about}")
     tree = ExpansionTree(tuple(about["tree"]))
+    requests: list[int] = []
     found: dict[str, list[list[float]]] = {name: [] for name in _COLUMNS}
     for number, step in enumerate(lines, start=2):
         sizes = {len(step.get(name, ())) for name in _COLUMNS}
@@ -107,6 +119,7 @@ def read_trace(file: Path) -> Trace:
                 f"{file}, line {number} must have as many entries of each of "
                 f"{', '.join(_COLUMNS)}; got {sorted(sizes)}"
             )
+        requests.append(step.get("request", 0))
         for name in _COLUMNS:
             found[name].append(step[name])
     if not found["parent"]:
@@ -120,6 +133,8 @@ def read_trace(file: Path) -> Trace:
     return Trace(
         about,
         tree,
+        np.array(requests),
+        padded("depth", 0, int),
         padded("parent", ROOT, int),
         padded("rank", 0, int),
         padded("score", -np.inf, float),
