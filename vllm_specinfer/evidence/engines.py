@@ -34,6 +34,13 @@ def forget(llm: Any) -> None:
         sources.forget()
 
 
+def tree_counts(llm: Any) -> list[int]:
+    """vLLM's own counts of verified trees, their nodes and accepted nodes."""
+    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    return [int(values[f"vllm:spec_decode_num_{name}"]) for name in names]
+
+
 class StepLog:
     """How many tokens each decoding step brought each request, with any method.
 
