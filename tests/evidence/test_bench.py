@@ -59,7 +59,15 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
         if row["method"] == "plain":
             # All requests run in step: each turn is that of as many whole texts.
             assert int(row["tokens"]) == int(row["batch"]) * MAX_TOKENS
-    for name in ("speedup.png", "depths.png"):
+    sources = rows_of(tmp_path / "sources.csv")
+    assert [(int(r["batch"]), r["method"], r["source"]) for r in sources] == [
+        (batch, "specinfer", "ssm0") for batch in BATCHES
+    ]
+    trees = [row for row in rows if row["method"] == "specinfer"]
+    for row, source in zip(trees, sources, strict=True):
+        accepted = float(source["accepted per step"])
+        assert 1 + accepted == pytest.approx(float(row["tokens per step"])) > 1.3
+    for name in ("speedup.png", "depths.png", "sources.png"):
         assert (tmp_path / name).stat().st_size > 10_000
     about = json.loads((tmp_path / "bench.json").read_text())
     assert about["settings"]["configs"]["ngram"]["num_speculative_tokens"] == 4
@@ -101,7 +109,7 @@ def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full()
         traffic.take_turn()
     # Steps 1 to 5 end texts 0 and 2, then 6 to 9 end 3 and 1; always two run.
     traffic.finish()
-    log = SimpleNamespace(counts=Counter({1: 3}))
+    log = SimpleNamespace(counts=Counter({1: 3}), sources=Counter())
     result = traffic.measured(log)
     assert result.tokens.tolist() == [10, 8]
     assert [len(text) for text in result.texts] == engine.lengths

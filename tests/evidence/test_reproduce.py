@@ -68,7 +68,7 @@ def test_hit_rates_rise_with_k_and_more_children_bring_more_tokens(tables):
     assert nodes == [8, 2 + 6 * 3]
     assert [row["SSMs"] for row in tables["ssms"]] == ["ssm: 1", "ssm: 1, wider"]
     (naive,) = tables["table3"]
-    assert naive["rule"] == "naive" and 1 < float(naive["tokens per step"])
+    assert naive["rule"] == "naive" and float(naive["tokens per step"]) > 1
 
 
 def test_memory_grows_by_the_logits_of_the_nodes_at_least(tables):

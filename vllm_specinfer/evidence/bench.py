@@ -96,6 +96,7 @@ class Measured:
         texts: Token ids of all answers.
         waits: Seconds to the first token of each.
         steps: Tokens that a decoding step brought a request -> how often.
+        sources: Accepted nodes by specinfer's sources.
     """
 
     tokens: np.ndarray
@@ -103,6 +104,7 @@ class Measured:
     texts: list[list[int]]
     waits: list[float]
     steps: collections.Counter[int]
+    sources: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def __add__(self, other: "Measured") -> "Measured":
         """Both as one."""
@@ -112,6 +114,7 @@ class Measured:
             self.texts + other.texts,
             self.waits + other.waits,
             self.steps + other.steps,
+            self.sources + other.sources,
         )
 
     @property
@@ -132,6 +135,12 @@ class Measured:
             sum(count for n, count in self.steps.items() if n > depth) / total
             for depth in range(1, max(self.steps))
         ]
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Accepted nodes of each source per step of a request."""
+        total = sum(self.steps.values())
+        return {name: n / total for name, n in sorted(self.sources.items())}
 
 
 # [p][tokens] by name of the set; what was measured by cell and method.
@@ -322,6 +331,7 @@ class Traffic:
             texts=[list(o.outputs[0].token_ids) for o in outputs],
             waits=[o.metrics.first_token_latency for o in outputs],
             steps=collections.Counter(log.counts),
+            sources=collections.Counter(log.sources),
         )
 
     def _run_until(self, num_ended: int) -> None:
@@ -344,12 +354,12 @@ class Traffic:
 
 
 def report(out: Path, results: Results) -> str:
-    """Write tables (every turn, every method, every depth) and pictures.
+    """Write tables (every turn, method, depth and source) and pictures.
 
     Returns:
         The Markdown table.
     """
-    turns, depths, rows, shown = [], [], [], []
+    turns, depths, sources, rows, shown = [], [], [], [], []
     for cell, methods in results.items():
         where = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
         plain = methods[PLAIN]
@@ -359,6 +369,8 @@ def report(out: Path, results: Results) -> str:
                 turns.append({**row, "tokens": tokens, "seconds": seconds})
             for depth, part in enumerate(one.accepted, start=1):
                 depths.append({**row, "depth": depth, "accepted": part})
+            for source, part in one.by_source.items():
+                sources.append({**row, "source": source, "accepted per step": part})
             rates = np.percentile(one.rates, QUARTILES)
             ratios = np.percentile(one.rates / plain.rates, QUARTILES)
             pairs = zip(one.texts, plain.texts, strict=True)
@@ -385,6 +397,9 @@ def report(out: Path, results: Results) -> str:
     write_csv(out / "turns.csv", turns)
     if depths:
         write_csv(out / "depths.csv", depths)
+    if sources:
+        write_csv(out / "sources.csv", sources)
+        _plot(out / "sources.png", results, _draw_sources)
     _plot(out / "speedup.png", results, _draw_ratios)
     _plot(out / "depths.png", results, _draw_depths)
     return text
@@ -441,3 +456,20 @@ def _draw_depths(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
         axes.plot(range(len(tokens)), tokens, "o-", label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="depth", ylabel=f"tokens per step, batch {batch}")
+
+
+def _draw_sources(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
+    """Accepted nodes per step, a bar for each method and batch, a part per source."""
+    bars = {
+        f"{name}, {batch}": one.by_source
+        for batch, methods in by_batch.items()
+        for name, one in methods.items()
+        if one.sources
+    }
+    height = np.zeros(len(bars))
+    for source in sorted(set(itertools.chain(*bars.values()))):
+        parts = np.array([parts.get(source, 0.0) for parts in bars.values()])
+        axes.bar(list(bars), parts, bottom=height, label=source)
+        height += parts
+    axes.tick_params("x", rotation=30)
+    axes.set(xlabel="method, batch", ylabel="accepted nodes per step")

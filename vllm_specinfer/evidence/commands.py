@@ -165,6 +165,11 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="all answers have --max-tokens"
     )
+    parser.add_argument(
+        "--served",
+        action="store_true",
+        help="through servers, one after the other, driven by vLLM's bench serve",
+    )
     parser.set_defaults(run=_bench)
 
 
@@ -179,6 +184,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     stay_in_process()
     from vllm_specinfer.evidence.bench import BenchSettings, bench
+    from vllm_specinfer.evidence.served import bench_served
     from vllm_specinfer.parsing import parse_options
 
     configs: dict[str, dict[str, Any]] = {}
@@ -207,6 +213,7 @@ def _bench(args: argparse.Namespace) -> int:
         engine=args.engine,
         starts=args.starts,
     )
-    print(bench(args.out, settings, sys.argv))
+    compare = bench_served if args.served else bench
+    print(compare(args.out, settings, sys.argv))
     print(f"tables and pictures in {args.out}")
     return 0

@@ -1,6 +1,7 @@
 """Engines that live in this process, so that one can look into them."""
 
 import collections
+import itertools
 import os
 from typing import Any
 
@@ -47,11 +48,13 @@ class StepLog:
     Attributes:
         counts: Tokens of one request in one step -> how often. A text's last step may
             count tokens that are cut off after it.
+        sources: Accepted nodes by source; empty with other methods.
     """
 
     def __init__(self, llm: Any) -> None:
         """Listen to an engine from now on."""
         self.counts: collections.Counter[int] = collections.Counter()
+        self.sources: collections.Counter[str] = collections.Counter()
         self._decoding: set[str] = set()
         self._scheduler = core_of(llm).scheduler
         self._update = self._scheduler.update_from_output
@@ -67,9 +70,13 @@ class StepLog:
             if req_id in self._decoding:
                 self.counts[len(tokens)] += 1
             self._decoding.add(req_id)
+        stats = getattr(output, "tree_stats", None)
+        if stats is not None:
+            self.sources.update(itertools.chain(*stats.accepted.values()))
         return self._update(scheduled, output)
 
     def restart(self) -> None:
         """Count from zero."""
         self.counts.clear()
+        self.sources.clear()
         self._decoding.clear()
