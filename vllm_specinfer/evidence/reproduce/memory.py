@@ -84,15 +84,15 @@ def _measure(
         }
     )
     runner = runner_of(llm)
-    caches = {c.untyped_storage().data_ptr(): c for c in runner.kv_caches}.values()
-    for cache in caches:
+    for cache in runner.kv_caches:
         cache.zero_()
+    storages = [cache.untyped_storage() for cache in runner.kv_caches]
+    kv = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
     models = [runner.model]
     if ssm is not None:
         models += [source.ssm.model for source in runner.speculator.sources.ssms]
     tensors = (p for model in models for p in model.parameters())
     weights = {p.data_ptr(): p.nbytes for p in tensors}
-    kv = sum(cache.untyped_storage().nbytes() for cache in caches)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": [1 + i, 2, 3, 4]} for i in range(batch)]
