@@ -124,6 +124,7 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     texts = [[1, 2], [3, 4]]
     plain = measured([1.0, 10.0, 4.0], [10, 10, 10], texts, {1: 30})
     quick = measured([0.5, 10.0, 1.0], [10, 10, 10], [[1, 2], [3, 5]], {1: 2, 3: 6})
+    quick.sources.update({"suffix": 4, "ssm0": 8})
     cells = {("p", t, 1): {"plain": plain, "quick": quick} for t in (0.0, 0.5)}
     # A larger batch has fewer measurements.
     large = measured([1.0], [30], texts, {1: 30})
@@ -141,6 +142,10 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
         ("1", 0.75),
         ("2", 0.75),
     ]
+    sources = rows_of(tmp_path / "sources.csv")
+    of_quick = [("ssm0", 1.0), ("suffix", 0.5)]
+    found = [(r["source"], float(r["accepted per step"])) for r in sources]
+    assert found == of_quick * 2 and {r["method"] for r in sources} == {"quick"}
 
 
 @pytest.mark.parametrize(

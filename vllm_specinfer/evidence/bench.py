@@ -163,6 +163,20 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
         ValueError: The input cannot be used.
         OSError: A file is missing or the disk is full.
     """
+    prompts = load_prompts(settings)
+    results = _joined(_measured_starts(settings, prompts))
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "bench.json", circumstances(settings, command))
+    return report(out, results)
+
+
+def load_prompts(settings: BenchSettings) -> Prompts:
+    """All prompts, by the name of their set.
+
+    Raises:
+        ValueError: A set is no set of prompts, or is smaller than a batch.
+        OSError: A file is missing.
+    """
     prompts = {
         source: assets.prompt_ids(source, settings.max_prompts, settings.target)
         for source in settings.prompts
@@ -173,17 +187,18 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
                 f"{source} must hold at least {max(settings.batches)} prompts, the "
                 f"largest batch; got {len(found)}"
             )
-    results = _joined(_measured_starts(settings, prompts))
-    out.mkdir(parents=True, exist_ok=True)
-    content = {
+    return prompts
+
+
+def circumstances(settings: BenchSettings, command: Sequence[str]) -> dict[str, Any]:
+    """What a comparison depends on, for the record."""
+    return {
         "settings": asdict(settings),
         "command": list(command),
         "versions": installed_versions(),
         "cpu": cpuinfo.get_cpu_info().get("brand_raw"),
         "cores": os.cpu_count(),
     }
-    write_json(out / "bench.json", content)
-    return report(out, results)
 
 
 def _is_ngram(config: dict[str, Any] | None) -> bool:

@@ -9,6 +9,7 @@ flight as the batch says.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -17,18 +18,22 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from vllm_specinfer import assets
-from vllm_specinfer.evidence.bench import PLAIN, BenchSettings, Cell
+from vllm_specinfer.evidence.bench import (
+    PLAIN,
+    BenchSettings,
+    Cell,
+    circumstances,
+    load_prompts,
+)
 from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS
 from vllm_specinfer.evidence.tables import markdown, write_csv
-from vllm_specinfer.tuning.settings import installed_versions, write_json
+from vllm_specinfer.tuning.settings import write_json
 
 START_SECONDS = 600
 MEASURED = {
@@ -53,45 +58,33 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
         ValueError: The input cannot be used, or a server does not start.
         OSError: A file is missing or the disk is full.
     """
+    prompts = load_prompts(settings)
     out.mkdir(parents=True, exist_ok=True)
-    prompts = {
-        source: assets.prompt_ids(source, settings.max_prompts, settings.target)
-        for source in settings.prompts
-    }
     configs = {PLAIN: None, **settings.configs}
     runs = []
     for start in range(settings.starts):
         order = list(configs)[:: -1 if start % 2 else 1]
-        runs += [(cell, name) for cell in settings.cells for name in order]
-    results: dict[tuple[Cell, str], list[dict[str, float]]] = {}
+        runs += itertools.product(settings.cells, order)
+    results: dict[Cell, dict[str, list[dict[str, float]]]] = {}
     for cell, name in tqdm(runs, desc="servers"):
         chosen = prompts[cell[0]]
         with _server(out, settings, configs[name], chosen, cell[2]) as address:
             found = _drive(out, settings, address, chosen, cell)
-        results.setdefault((cell, name), []).append(found)
-    write_json(
-        out / "bench.json",
-        {
-            "settings": asdict(settings),
-            "command": list(command),
-            "versions": installed_versions(),
-            "results": [[*cell, name, r] for (cell, name), r in results.items()],
-        },
-    )
+        results.setdefault(cell, {}).setdefault(name, []).append(found)
+    write_json(out / "bench.json", circumstances(settings, command))
     rows, shown = [], []
-    for (*where, name), found in (((*c, n), f) for (c, n), f in results.items()):
-        plain = results[tuple(where), PLAIN]
-        row = dict(zip(("prompts", "temperature", "batch"), where, strict=True))
-        row["method"] = name
-        texts = [Path(where[0]).name, *map(str, where[1:]), name]
-        for label, key in MEASURED.items():
-            ours, theirs = (
-                np.median([r[key] for r in side]) for side in (found, plain)
-            )
-            row |= {label: float(ours), f"{label}, ratio": float(ours / theirs)}
-            texts.append(f"{ours:.1f} ({ours / theirs:.2f})")
-        rows.append(row)
-        shown.append(texts)
+    for cell, methods in results.items():
+        for name, found in methods.items():
+            row = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
+            row["method"] = name
+            texts = [Path(cell[0]).name, *map(str, cell[1:]), name]
+            for label, key in MEASURED.items():
+                value = float(np.median([one[key] for one in found]))
+                ratio = value / float(np.median([one[key] for one in methods[PLAIN]]))
+                row |= {label: value, f"{label}, ratio": ratio}
+                texts.append(f"{value:.1f} ({ratio:.2f})")
+            rows.append(row)
+            shown.append(texts)
     columns = ["prompts", "temperature", "batch", "method"]
     text = markdown([*columns, *(f"{label} (ratio)" for label in MEASURED)], shown)
     (out / "served.md").write_text(text)
