@@ -24,9 +24,9 @@ def add(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "reproduce",
         help="the tables of the SpecInfer paper in kind",
-        description="The tables of the SpecInfer paper (arXiv 2305.09781) in kind. "
-        "Each takes less than 20 minutes on two cores and writes CSV, Markdown and a "
-        "picture.",
+        description="The tables of the SpecInfer paper (arXiv 2305.09781) in kind, as "
+        "CSV, Markdown and a picture. table3 answers all prompts twelve times and takes "
+        "longest; --max-prompts shortens it.",
     )
     tables = parser.add_subparsers(dest="table", required=True)
 
