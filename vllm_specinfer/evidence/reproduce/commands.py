@@ -25,8 +25,8 @@ def add(commands: "argparse._SubParsersAction") -> None:
         "reproduce",
         help="the tables of the SpecInfer paper in kind",
         description="The tables of the SpecInfer paper (arXiv 2305.09781) in kind, as "
-        "CSV, Markdown and a picture. table3 answers all prompts twelve times and takes "
-        "longest; --max-prompts shortens it.",
+        "CSV, Markdown and a picture. table3 answers all prompts twelve times, which "
+        "takes longest; --max-prompts shortens it.",
     )
     tables = parser.add_subparsers(dest="table", required=True)
 
