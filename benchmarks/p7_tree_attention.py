@@ -11,19 +11,22 @@ Run: .venv/bin/python benchmarks/p7_tree_attention.py [--dtype bfloat16]
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.evidence.kernels import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Pages,
+    causal_attention,
+    measure,
+)
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
 GOAL = 1.15
 
 
@@ -34,14 +37,8 @@ def columns(
     seq_len = context + rows
     width = -(-seq_len // BLOCK_SIZE)
     num_blocks = batch * width
-    isa = _get_attn_isa(dtype, BLOCK_SIZE, HEAD_SIZE)
-    cache = torch.zeros(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE).to(dtype)
-    pages = cache.view(num_blocks, NUM_KV_HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, 2)
-    shape = (num_blocks * BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
-    key, value = torch.randn(2, *shape).to(dtype)
-    ops.cpu_attn_reshape_and_cache(
-        key, value, *pages, torch.arange(num_blocks * BLOCK_SIZE), isa
-    )
+    pages = Pages(num_blocks, dtype)
+    pages.write()
     block_table = torch.randperm(num_blocks).view(batch, width).int()
     query = torch.randn(batch * rows, NUM_HEADS, HEAD_SIZE).to(dtype)
     out = torch.empty_like(query)
@@ -59,23 +56,10 @@ def columns(
         ancestor_bits=torch.tensor(bits).repeat(batch).unsqueeze(1),
         all_tree=True,
     )
-    schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=batch,
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_SIZE,
-        seq_lens=seq_lens,
-        dtype=dtype,
-        query_start_loc=query_start_loc,
-        causal=True,
-        sliding_window_size=-1,
-        isa=isa,
-        enable_kv_split=True,
-    )
     mask = torch.ones(rows, seq_len, dtype=torch.bool)
     mask[:, context:] = (torch.tensor(bits)[:, None] >> torch.arange(rows)) & 1 == 1
-    key_pages = key.view(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
-    value_pages = value.view(num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    shape = (num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
+    key_pages, value_pages = pages.key.view(shape), pages.value.view(shape)
 
     def gather() -> list[torch.Tensor]:
         return [
@@ -94,50 +78,21 @@ def columns(
     return {
         "tree": lambda: tree_attention(
             query,
-            cache,
+            pages.cache,
             out,
             block_table,
             query_start_loc,
             seq_lens,
             tree,
             scale,
-            isa=isa,
+            isa=pages.isa,
         ),
-        "vllm": lambda: ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=pages[0],
-            value_cache=pages[1],
-            output=out,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            scale=scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=block_table,
-            softcap=0.0,
-            scheduler_metadata=schedule,
-            s_aux=None,
+        "vllm": causal_attention(
+            query, pages, out, block_table, query_start_loc, seq_lens
         ),
         "sdpa": lambda: sdpa(*gathered),
         "+gather": lambda: sdpa(*gather()),
     }
-
-
-def measure(
-    calls: dict[str, Callable[[], object]], seconds: float, percentile: float
-) -> dict[str, float]:
-    """Microseconds per column; rounds of all columns alternate."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["tree"]) < 15:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return {n: float(np.percentile(t, percentile)) * 1e6 for n, t in times.items()}
 
 
 def main() -> None:
@@ -150,7 +105,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="per table row")
     parser.add_argument("--percentile", type=float, default=50)
     args = parser.parse_args()
-    current_platform.import_kernels()
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     print(f"threads {threads}, percentile {args.percentile:g} of the calls")

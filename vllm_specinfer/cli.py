@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.evidence import commands as evidence
+from vllm_specinfer.evidence.reproduce import commands as reproduce
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
 SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
@@ -19,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_tune(commands)
     _add_check(commands)
     evidence.add(commands)
+    reproduce.add(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -16,8 +16,8 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
 
 
 @pytest.fixture(scope="package")
-def run_command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """``run_command("bench", out=...)`` with tiny models and 12 prompts."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Options of a command: tiny models and 12 prompts."""
     folder: Path = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", seed=0)
     ssm = noisy_copy(target, folder / "ssm", noise=0.05)
@@ -25,15 +25,20 @@ def run_command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     prompts = folder / "prompts.jsonl"
     ids = np.random.default_rng(0).integers(0, VOCAB, (12, 9)).tolist()
     prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ids))
-    common = {
+    return {
         "target": target,
         "ssm": ssm,
-        "prompts": prompts,
+        "prompts": str(prompts),
         "engine": json.dumps(ENGINE),
     }
 
+
+@pytest.fixture(scope="package")
+def run_command(tiny: dict[str, str]) -> Callable[..., str]:
+    """``run_command("bench", out=...)`` with tiny models and 12 prompts."""
+
     def run(command: str, *arguments: str, **options: object) -> str:
-        given = (f"--{name}={value}" for name, value in {**common, **options}.items())
+        given = (f"--{name}={value}" for name, value in {**tiny, **options}.items())
         return subprocess.run(
             [sys.executable, "-m", "vllm_specinfer.cli", command, *given, *arguments],
             check=True,

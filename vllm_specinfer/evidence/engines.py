@@ -1,6 +1,7 @@
 """Engines that live in this process, so that one can look into them."""
 
 import collections
+import itertools
 import os
 from typing import Any
 
@@ -34,17 +35,26 @@ def forget(llm: Any) -> None:
         sources.forget()
 
 
+def tree_counts(llm: Any) -> list[int]:
+    """vLLM's own counts of verified trees, their nodes and accepted nodes."""
+    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    return [int(values[f"vllm:spec_decode_num_{name}"]) for name in names]
+
+
 class StepLog:
     """How many tokens each decoding step brought each request, with any method.
 
     Attributes:
         counts: Tokens of one request in one step -> how often. A text's last step may
             count tokens that are cut off after it.
+        sources: Accepted nodes by source; empty with other methods.
     """
 
     def __init__(self, llm: Any) -> None:
         """Listen to an engine from now on."""
         self.counts: collections.Counter[int] = collections.Counter()
+        self.sources: collections.Counter[str] = collections.Counter()
         self._decoding: set[str] = set()
         self._scheduler = core_of(llm).scheduler
         self._update = self._scheduler.update_from_output
@@ -60,9 +70,13 @@ class StepLog:
             if req_id in self._decoding:
                 self.counts[len(tokens)] += 1
             self._decoding.add(req_id)
+        stats = getattr(output, "tree_stats", None)
+        if stats is not None:
+            self.sources.update(itertools.chain(*stats.accepted.values()))
         return self._update(scheduled, output)
 
     def restart(self) -> None:
         """Count from zero."""
         self.counts.clear()
+        self.sources.clear()
         self._decoding.clear()

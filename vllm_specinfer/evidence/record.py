@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_specinfer import assets
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Drafts, SourceSet
-from vllm_specinfer.evidence.engines import runner_of
+from vllm_specinfer.evidence.engines import runner_of, tree_counts
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.trees import parse_tree
 from vllm_specinfer.tuning.settings import installed_versions
@@ -147,9 +147,7 @@ def record(
 
 def _check(llm: Any, recorder: Recorder) -> None:
     """Raises ValueError unless vLLM's own counters say the same."""
-    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    counted = [int(values[f"vllm:spec_decode_num_{name}"]) for name in names]
+    counted = tree_counts(llm)
     found = [recorder.num_steps, recorder.num_nodes, recorder.num_accepted]
     if counted != found:
         raise ValueError(

@@ -1,9 +1,11 @@
-"""The same rows for a program (CSV) and for a reader (Markdown)."""
+"""The same rows for a program (CSV) and for a reader (Markdown, a picture)."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from vllm_specinfer.plots import pyplot_for
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -18,3 +20,51 @@ def write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(target, rows[0].keys())
         writer.writeheader()
         writer.writerows(rows)
+
+
+def report(
+    out: Path,
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    *,
+    x: str,
+    y: str,
+    line: str,
+) -> str:
+    """Write rows as NAME.csv, NAME.md and NAME.png.
+
+    Args:
+        out: The folder.
+        name: Of the files.
+        rows: Of equal keys, at least one.
+        x: The key of the picture's x axis.
+        y: That of its y axis.
+        line: The key whose values have a line each.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    shown = [
+        [f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()]
+        for row in rows
+    ]
+    text = markdown(list(rows[0]), shown)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(text)
+    write_csv(out / f"{name}.csv", rows)
+    picture = out / f"{name}.png"
+    pyplot = pyplot_for(picture)
+    if pyplot is not None:
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        for value in dict.fromkeys(row[line] for row in rows):
+            points = [(row[x], row[y]) for row in rows if row[line] == value]
+            axes.plot(*zip(*points, strict=True), "o-", label=f"{line} {value}")
+        axes.set(xlabel=x, ylabel=y)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(picture, dpi=120)
+        pyplot.close(figure)
+    return text

