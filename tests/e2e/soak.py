@@ -333,7 +333,9 @@ class Soak:
                 if line == "data: [DONE]":
                     done = True
                 elif line:
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    piece = json.loads(line.removeprefix("data: "))
+                    assert "choices" in piece, piece
+                    for choice in piece["choices"]:
                         pieces[choice["index"]].append(choice)
                     count += 1
         return [_answer(of_text) for of_text in pieces], done
