@@ -263,7 +263,7 @@ class Soak:
             index = rng.randrange(len(self.requests))
             kind = rng.choices(
                 ["whole", "stream", "close", "cancel", "reset", "sleep"],
-                [40, 40, 20, 10, 2, 1],
+                [40, 40, 20, 10, 3, 3],
             )[0]
             request = self.requests[index]
             body = {
