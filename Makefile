@@ -1,11 +1,12 @@
-# Two commands, each complete on a fresh machine: `make demo` and `make test`.
+# Three commands, each complete on a fresh machine: `make demo`, `make test`, `make soak`.
 PYTHON ?= python3.11
 VENV ?= .venv
 TORCH := torch==2.13.0+cpu
 STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
+MINUTES ?= 10
 
-.PHONY: demo test lint
+.PHONY: demo test lint soak
 
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -26,3 +27,6 @@ lint: $(STAMP)
 
 test: lint
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal tests
+
+soak: $(STAMP)
+	$(VENV)/bin/python -m tests.e2e.soak --minutes $(MINUTES)

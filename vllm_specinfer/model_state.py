@@ -85,6 +85,11 @@ class TreeModelState(DefaultModelState):
         batch, plan = self._planned
         return plan if batch is input_batch else None
 
+    @property
+    def num_logits(self) -> np.ndarray:
+        """[R] rows of logits per request of the step that has been planned."""
+        return np.diff(self._planned[0].cu_num_logits_np)
+
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Start a request in a slot: whatever tree was there is stale."""
         super().add_request(req_index, new_req_data)

@@ -25,6 +25,7 @@ class SpecInferCPUWorker(CPUWorker):
     def init_device(self) -> None:
         """Build the runner, then put the tree speculator into it."""
         from vllm_specinfer.attention import cpu as cpu_attention
+        from vllm_specinfer.lora import TreeLoraState
         from vllm_specinfer.speculator import TreeSpeculator
 
         refusals.check_vllm_config(self.vllm_config)
@@ -34,6 +35,9 @@ class SpecInferCPUWorker(CPUWorker):
         runner = self.model_runner
         runner.speculator = TreeSpeculator(
             self.vllm_config, self.device, runner.req_states
+        )
+        runner.lora_state = TreeLoraState(
+            runner.max_num_reqs, lambda: runner.model_state.num_logits
         )
         # Before the target is loaded: it is compiled with these outputs or without.
         runner.use_aux_hidden_state_outputs = (

@@ -1,8 +1,8 @@
 """Runs engines in a process of their own, which later calls use again.
 
 A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
-"mutation": name or null, "plain_v2": bool}; its result has the output token ids and
-logprobs per prompt and the speculation counts.
+"mutation": name or null, "plain_v2": bool, "loras": [folder or null]}; its result has
+the output token ids, texts and logprobs per prompt and the speculation counts.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from vllm_specinfer.hooks import cpu_v2, speculative_config
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -267,6 +268,14 @@ def _params(params: dict) -> "SamplingParams":
     return SamplingParams(**params)
 
 
+def _loras(folders: list[str | None]) -> "list[LoRARequest | None]":
+    """The adapter of each prompt; the same folder is the same adapter."""
+    from vllm.lora.request import LoRARequest
+
+    numbers = {f: i for i, f in enumerate(dict.fromkeys(filter(None, folders)), 1)}
+    return [f and LoRARequest(f, numbers[f], f) for f in folders]
+
+
 def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
     """(token, log-probability, rank) of what each position reports."""
     if not logprobs:
@@ -309,7 +318,8 @@ def _generate(job: dict) -> dict:
     if len(params) == 1:
         params *= len(prompts)
     if job.get("batched", True):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        loras = _loras(job["loras"]) if "loras" in job else None
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     else:
         outputs = [
             llm.generate(prompt, p, use_tqdm=False)[0]
@@ -325,6 +335,7 @@ def _generate(job: dict) -> dict:
     sources = getattr(getattr(runner, "speculator", None), "sources", None)
     result = {
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
+        "texts": [[c.text for c in o.outputs] for o in outputs],
         "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
         "logprobs": [[_logprobs(c.logprobs) for c in o.outputs] for o in outputs],
         "prompt_logprobs": [_logprobs(o.prompt_logprobs) for o in outputs],

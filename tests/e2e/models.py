@@ -1,8 +1,10 @@
 """Tiny random models for engine tests."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 96
@@ -62,6 +64,38 @@ def noisy_copy(model: str, folder: Path, noise: float, seed: int = 1) -> str:
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
     copy.save_pretrained(folder)
+    return str(folder)
+
+
+def lora_adapter(folder: Path, seed: int, rank: int = 4) -> str:
+    """A random LoRA adapter of a `tiny_llama`'s queries, values and output head.
+
+    Args:
+        folder: Where to write it.
+        seed: Of the weights.
+        rank: Of the two factors of each change.
+
+    Returns:
+        The folder.
+    """
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    modules = {"lm_head": VOCAB}
+    for layer in range(2):
+        at = f"model.layers.{layer}.self_attn."
+        modules |= {f"{at}q_proj": 128, f"{at}v_proj": 64}
+    for name, width in modules.items():
+        for factor, shape in (("A", (rank, 128)), ("B", (width, rank))):
+            values = 0.3 * torch.randn(shape, generator=generator)
+            weights[f"base_model.model.{name}.lora_{factor}.weight"] = values
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"},
+        **{"r": rank, "lora_alpha": rank},
+        "target_modules": sorted({name.split(".")[-1] for name in modules}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)
 
 

@@ -110,3 +110,11 @@ def test_nodes_are_shared_by_path_not_by_token_and_depth():
     union, _ = merge([one, other, below, beside])
     paths = sorted(paths_of(union, 0).values())
     assert paths == [(), (1,), (1, 3), (2,), (2, 3)]
+
+
+@pytest.mark.parametrize("num_sources", [1, 2])
+def test_a_step_without_a_request_that_grows_has_no_trees(num_sources):
+    union, columns = merge([Candidates.empty(0, 3)] * num_sources)
+    trees = union.cut(8).best(8, -np.inf)
+    assert trees.tokens.shape == trees.parents.shape == (0, 8)
+    assert len(columns) == num_sources and union.nth_score(8).shape == (0,)

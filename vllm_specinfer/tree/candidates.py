@@ -145,7 +145,7 @@ def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:
                 misses[node] *= 1 - chance
             column[r, found] = [own[c] for c in found.tolist()]
         tries.append((trie, misses))
-    width = max(len(trie) for trie, _ in tries)
+    width = max((len(trie) for trie, _ in tries), default=0)
     union = Candidates.empty(len(tries), width)
     for r, (trie, misses) in enumerate(tries):
         if trie:

@@ -1,0 +1,89 @@
+"""Mixed traffic on a real server, and what happens when something of it breaks."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from tests.e2e import soak
+
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return soak.make_models(tmp_path_factory.mktemp("models"))
+
+
+def test_mixed_traffic_gets_the_texts_of_plain_decoding(models, tmp_path):
+    requests = soak.the_requests(60, seed=1)
+    expected = soak.references(models, requests)
+    with soak.start(models, tmp_path, "static") as server:
+        traffic = soak.Soak(server, models, requests, expected, seed=1)
+        asyncio.run(traffic.run(SECONDS))
+        a_disconnect_gives_the_blocks_back(server)
+    assert traffic.counts["resets"] + traffic.counts["sleeps"] > 2
+
+
+def a_long_request(**more) -> dict:
+    return {
+        **{"model": "target", "prompt": [1] * 60, "max_tokens": 190},
+        **{"temperature": 0, "ignore_eos": True, **more},
+    }
+
+
+def a_disconnect_gives_the_blocks_back(server) -> None:
+    """Within a request's time: it would go on for 190 tokens."""
+    before = server.metrics()["vllm:generation_tokens_total"]
+    with httpx.stream(
+        "POST", f"{server.address}/v1/completions", json=a_long_request(stream=True)
+    ) as response:
+        lines = response.iter_lines()
+        for _ in range(5):
+            next(lines)
+        assert not server.metrics().idle
+    deadline = time.monotonic() + 10
+    while not server.metrics().idle and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.metrics().idle
+    made = server.metrics()["vllm:generation_tokens_total"] - before
+    assert 0 < made < 190
+
+
+@pytest.mark.parametrize("fault", ["EngineCore killed", "Worker killed", "broken SSM"])
+def test_a_fault_ends_all_requests_and_the_server(models, tmp_path, fault):
+    with soak.start(models, tmp_path, "static") as server:
+        statuses = asyncio.run(during_requests(server, fault))
+        # vLLM's own answer: an error, or a connection that it closes.
+        assert len(statuses) == 8 and all(s is None or s >= 500 for s in statuses)
+        server.wait_until_gone()
+    found = server.log.read_text()
+    assert "EngineDeadError" in found or "died" in found
+    if fault == "broken SSM":
+        assert "RuntimeError: the SSM is broken" in found
+
+
+async def during_requests(server, fault: str) -> list[int | None]:
+    """The statuses of eight requests when the fault comes; None for no answer."""
+
+    async def ask(http) -> int | None:
+        try:
+            return (
+                await http.post("/v1/completions", json=a_long_request())
+            ).status_code
+        except httpx.TransportError as error:
+            assert not isinstance(error, httpx.TimeoutException), "a request hangs"
+            return None
+
+    async with httpx.AsyncClient(base_url=server.address, timeout=30) as http:
+        asked = [asyncio.create_task(ask(http)) for _ in range(8)]
+        while not server.metrics()["vllm:num_requests_running"]:
+            await asyncio.sleep(0.01)
+        if fault == "broken SSM":
+            await http.post("/collective_rpc", json={"method": "break_ssm"})
+        else:
+            name = f"VLLM::{fault.split()[0]}"
+            (victim,) = (c for c in server.children if name in c.cmdline()[0])
+            victim.kill()
+        return await asyncio.gather(*asked)
