@@ -96,6 +96,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
     from vllm_specinfer.kernels.cpu import gumbel
+    from vllm_specinfer.scheduling.budget import Budget, LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
     from vllm_specinfer.tree.table import StepPlan
@@ -185,6 +186,15 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
         return mock.patch.object(NeuralSource, "propose", recorded)
 
+    @contextlib.contextmanager
+    def draft_and_save_every_step():
+        always = {n: getattr(Budget, n) for n in ("drafts", "expands", "least_score")}
+        with (
+            mock.patch.object(speculator, "SAVE_STEPS", 1),
+            mock.patch.multiple(LoadBudget, **always),
+        ):
+            yield
+
     propose = NeuralSource.propose
     start, asks = SourceSet.start, SourceSet._asks_ssms
     joined = sampler.joined
@@ -222,7 +232,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "record_drafts": record_drafts,
-        "save_every_step": lambda: mock.patch.object(speculator, "SAVE_STEPS", 1),
+        "draft_and_save_every_step": draft_and_save_every_step,
         "states_lost": lambda: mock.patch.object(
             EagleHead, "_keep", lambda *args: None
         ),

@@ -27,10 +27,10 @@ def test_learned_chances_leave_the_text_alone_and_are_kept(models, tmp_path):
     params = [{**p, "seed": i} for i, p in enumerate(params)]
     sources = [models[1], "suffix"]
 
-    def learned(scheduler="learned", **extra):
-        config = {"model": None, "ssms": sources, "scheduler": scheduler, **extra}
+    def learned(scheduler="learned"):
+        config = {"model": None, "ssms": sources, "scheduler": scheduler}
         run = job(models, config, params)
-        return {**run, "mutation": "save_every_step"}
+        return {**run, "mutation": "draft_and_save_every_step"}
 
     from_file = {"type": "learned", "file": str(file)}
     jobs = [
@@ -38,16 +38,14 @@ def test_learned_chances_leave_the_text_alone_and_are_kept(models, tmp_path):
         learned(),
         learned(),
         learned(from_file),
-        learned(verification="mss"),
     ]
     results = engine.run(jobs, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
-    plain, first, second, third, static = results
+    plain, first, second, third = results
     for result in (first, second, third):
         check(plain, result)
     states = [r["learned"]["predictors"] for r in results[1:]]
-    for lookup, ssm in states[:3]:
-        assert lookup["steps"] > 0 and ssm["steps"] > 0
-        assert lookup["size"] == 8
+    for lookup, ssm in states:
+        assert ssm["steps"] > 0 and lookup["size"] == 8
     # The second engine went on where the first one stopped.
     steps = [[predictor["steps"] for predictor in state] for state in states]
     assert steps[1][1] > 1.5 * steps[0][1]
@@ -55,5 +53,3 @@ def test_learned_chances_leave_the_text_alone_and_are_kept(models, tmp_path):
     moved = np.abs(np.array(states[1][1]["weights"]) - start).max()
     assert moved < np.abs(start - Predictor().weights).max()
     assert states[2][1]["size"] == 3 and states[2][1]["weights"][-1] != 0
-    # Where the text depends on the tree, nothing that was learned may change it.
-    assert states[3] == [] and static["drafts"] > 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_specinfer.evidence.reproduce import steps
 from vllm_specinfer.evidence.reproduce.table1 import hit_rates
 from vllm_specinfer.evidence.reproduce.treeattn import Sides
 from vllm_specinfer.evidence.trace import read_trace, step_line
@@ -29,12 +30,11 @@ def tables(tiny: dict[str, str], tmp_path_factory) -> dict[str, list[dict[str, s
     answers = [*engine, "--prompts", tiny["prompts"], "--max-tokens", "12"]
     one = ["--ssm", tiny["ssm"]]
     commands = {
+        # Before an engine has chosen its runner for this process and its children.
+        "memory": [*engine, *one, "--nodes", "16", "--batches", "2"],
         "table1": [*answers, *one, "--most", "3", "--temperatures", "0"],
         "table2": [*answers, *one, "--widths", "1", "3", "--temperatures", "0"],
-        "table3": [*answers, *one, "--rules", "naive", "--temperatures", "1"],
-        "ssms": [*answers, "--pools", tiny["ssm"], "--temperatures", "0"],
         "treeattn": ["--nodes", "8", "70", "--batches", "1", "--seconds", "0"],
-        "memory": [*engine, *one, "--nodes", "16", "--batches", "2"],
     }
     subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -59,32 +59,44 @@ def tables(tiny: dict[str, str], tmp_path_factory) -> dict[str, list[dict[str, s
     return rows
 
 
-def test_hit_rates_rise_with_k_and_more_children_bring_more_tokens(tables):
+# One test: beside other processes, each test might make all tables again.
+def test_the_tables_hold_what_the_engines_did(tables):
+    # Hit rates rise with k, more children bring more tokens.
     rates = [float(row["hit rate"]) for row in tables["table1"]]
     assert 0.3 < rates[0] < rates[2] < 1 and rates == sorted(rates)
     narrow, wide = (float(row["tokens per step"]) for row in tables["table2"])
     assert 1.3 < narrow < wide
     nodes = [float(row["nodes per step"]) for row in tables["table2"]]
     assert nodes == [8, 2 + 6 * 3]
-    assert [row["SSMs"] for row in tables["ssms"]] == ["ssm: 1", "ssm: 1, wider"]
-    (naive,) = tables["table3"]
-    assert naive["rule"] == "naive" and float(naive["tokens per step"]) > 1
-
-
-def test_memory_grows_by_the_logits_of_the_nodes_at_least(tables):
+    # Memory: the logits of the nodes at least.
     (row,) = tables["memory"]
     assert int(row["nodes"]) == 16
     assert 0 < float(row["MiB more than plain"]) < 200
     assert float(row["MiB of K/V"]) == pytest.approx(1024, rel=0.05)
-
-
-def test_paths_keep_k_and_v_once_for_each_path(tables):
+    # Each path has K and V of its own.
     small, large = tables["treeattn"]
     # 9 rows below each other in pairs: leaves at depth 2, 2, 2, 3, 3.
     assert (small["paths"], small["nodes"]) == ("5", "8")
     per_row = float(small["tree, KiB"]) / 9
     assert float(small["paths, KiB"]) == per_row * (3 * 3 + 2 * 4)
     assert float(large["tree, us"]) > 0 and float(large["paths, us"]) > 0
+
+
+def test_rules_and_numbers_of_ssms_become_configs(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "measure", lambda answers, label, configs: configs)
+    found = steps.table3(None, "a", ["naive", "mss"], nodes=4)
+    assert [c["verification"] for c in found.values()] == ["naive", "mss"] == [*found]
+    for name in "xy":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    pool = {"ssms": [{"model": "x"}, {"model": "y"}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(pool))
+    found = steps.ssms(None, [str(tmp_path)], nodes=4)
+    chosen = [c.get("ssms", c.get("model")) for c in found.values()]
+    x, y = (str(tmp_path / name) for name in "xy")
+    assert chosen == [[x], [x, y], x]
+    for config in found.values():
+        assert config["num_speculative_tokens"] == 4
 
 
 def test_trees_and_paths_attend_alike():
