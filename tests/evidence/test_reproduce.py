@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_specinfer.evidence.reproduce import steps
 from vllm_specinfer.evidence.reproduce.table1 import hit_rates
@@ -89,6 +90,7 @@ def test_rules_and_numbers_of_ssms_become_configs(tmp_path, monkeypatch):
     for name in "xy":
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
+        save_file({}, tmp_path / name / "model.safetensors")
     pool = {"ssms": [{"model": "x"}, {"model": "y"}]}
     (tmp_path / "manifest.json").write_text(json.dumps(pool))
     found = steps.ssms(None, [str(tmp_path)], nodes=4)
