@@ -56,7 +56,7 @@ class Budgets(RuleBasedStateMachine):
         assert not np.isnan(least)
         # It is the score of a candidate, or all or none are admitted.
         assert np.isinf(least) or least in scores
-        if self.budget._step.known:
+        if self.budget._step.known and num_reqs:
             admitted = np.exp(-np.sort(-scores, axis=1)[:, :NODES])
             admitted = admitted[admitted >= np.exp(least)]
             rate, plain = (
