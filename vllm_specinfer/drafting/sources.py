@@ -170,8 +170,9 @@ class SourceSet:
         accepted: list[int],
     ) -> None:
         above = np.where(parents == ROOT, 0.0, scores[:, parents])
-        tested = (parents == ROOT) | np.isin(parents, accepted)
-        right = np.isin(np.arange(len(parents)), accepted)
+        right = np.zeros(len(parents), bool)
+        right[accepted] = True
+        tested = (parents == ROOT) | right[parents]
         for source, own, parent, seen in zip(
             self.all(), scores, above, features, strict=False
         ):
@@ -181,7 +182,7 @@ class SourceSet:
                 source.predictor.observe(slot, seen[i], right[i])
                 continue
             expected = float(np.exp(own[i] - parent[i]).sum())
-            source.calibration.observe(expected, np.count_nonzero(proposed[accepted]))
+            source.calibration.observe(expected, np.count_nonzero(proposed & right))
 
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""

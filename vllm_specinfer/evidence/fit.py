@@ -17,19 +17,15 @@ import numpy as np
 
 from vllm_specinfer.evidence.scheduler import compare
 from vllm_specinfer.evidence.simulate import Costs
-from vllm_specinfer.evidence.tables import markdown, write_csv
+from vllm_specinfer.evidence.tables import markdown_of, write_csv
 from vllm_specinfer.evidence.trace import Trace, read_trace
 from vllm_specinfer.plots import pyplot_for
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import (
-    ABOVE,
     DEFAULT_SIZE,
-    DEPTH,
     FEATURES,
+    NEUTRAL,
     OWN,
-    RANK,
-    RECENT,
-    TEMPERATURE,
     Guesses,
     Predictor,
     node_features,
@@ -42,15 +38,6 @@ EPOCHS, BATCH, RATE = 30, 256, 2e-2
 # Adam's averages and what it adds to the root of the second one.
 _FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
 _GROUPS = 10
-# In place of a feature that the predictor is to do without.
-_NEUTRAL = {
-    OWN: np.log(0.5),
-    ABOVE: -1.0,
-    RANK: 1.0,
-    DEPTH: 2.0,
-    TEMPERATURE: 0.5,
-    RECENT: 0.5,
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ class Nodes:
         """A feature says the same of all nodes."""
         features = self.features.copy()
         known = np.isfinite(features[..., OWN])
-        features[known, feature] = _NEUTRAL[feature]
+        features[known, feature] = NEUTRAL[feature]
         return Nodes(features, self.parents, self.tested, self.right)
 
     def path_chances(self, logs: np.ndarray) -> np.ndarray:
@@ -252,7 +239,7 @@ def fit_scheduler(
     state = {"predictor": predictor.learned(), "about": about}
     out.write_text(json.dumps(state, indent=1) + "\n")
     write_csv(out.with_suffix(".csv"), rows)
-    text = _markdown(rows)
+    text = markdown_of(rows)
     if costs is not None:
         rows = [
             {"trace": file.stem, **row}
@@ -260,7 +247,7 @@ def fit_scheduler(
             for row in compare(trace, held, predictor, costs, num_nodes)
         ]
         write_csv(out.with_suffix(".schedulers.csv"), rows)
-        text += "\n" + _markdown(rows)
+        text += "\n" + markdown_of(rows)
     out.with_suffix(".md").write_text(text)
     return text
 
@@ -320,13 +307,6 @@ def groups(predicted: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, np.nd
 def _calibration_error(predicted: np.ndarray, actual: np.ndarray) -> float:
     """How far the means of ten equal groups lie apart, on average."""
     return float(np.abs(np.subtract(*groups(predicted, actual))).mean())
-
-
-def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    shown = [
-        [v if isinstance(v, str) else f"{v:.3f}" for v in row.values()] for row in rows
-    ]
-    return markdown(list(rows[0]), shown)
 
 
 def _plot(predicted: dict[str, np.ndarray], nodes: Nodes, file: Path) -> None:

@@ -14,6 +14,15 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def markdown_of(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of rows of equal keys, numbers to three places."""
+    shown = [
+        [f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()]
+        for row in rows
+    ]
+    return markdown(list(rows[0]), shown)
+
+
 def write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Rows of equal keys, at least one; numbers in full."""
     with file.open("w", newline="") as target:
@@ -47,11 +56,7 @@ def report(
     Raises:
         OSError: The folder cannot be written.
     """
-    shown = [
-        [f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()]
-        for row in rows
-    ]
-    text = markdown(list(rows[0]), shown)
+    text = markdown_of(rows)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text)
     write_csv(out / f"{name}.csv", rows)

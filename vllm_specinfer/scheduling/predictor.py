@@ -26,9 +26,11 @@ from vllm_specinfer.scheduling.cost import finite
 # first guess was right in the request's recent steps.
 FEATURES = ("own", "above", "rank", "depth", "temperature", "recent")
 OWN, ABOVE, RANK, DEPTH, TEMPERATURE, RECENT = range(len(FEATURES))
-# Features are of about this size around that.
+# What stands for a feature that says nothing: its middle.
+NEUTRAL = np.array([np.log(0.5), -1.0, 1.0, 2.0, 0.5, 0.5])
+# As the perceptron sees them, features are of about this size around their middle.
 _SIZE = np.array([4.0, 3.0, 2.0, 2.0, 1.0, 0.3])
-_MIDDLE = np.array([0.0, -1.0, 1.0, 2.0, 0.5, 0.5])
+_MIDDLE = np.array([0.0, *NEUTRAL[1:]])  # the logit of the source's own chance
 # Beyond these a source's own chances say no more.
 _LEAST, _MOST = np.log(1e-4), np.log(1 - 1e-4)
 _LEAST_ABOVE = -8.0
