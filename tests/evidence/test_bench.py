@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
-from vllm_specinfer.evidence.bench import Measured, Traffic, num_turns, report
+from vllm_specinfer.evidence.bench import Traffic, num_turns
+from vllm_specinfer.evidence.measured import Measured, report
 
 MAX_TOKENS = 16
 PROMPTS = 6

@@ -16,6 +16,37 @@ def stay_in_process() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
+def start_engine(
+    target: str,
+    longest: int,
+    max_num_seqs: int,
+    config: dict[str, Any] | None,
+    engine: dict[str, Any],
+) -> Any:
+    """An engine that counts its steps.
+
+    Args:
+        target: Folder or hub id.
+        longest: Positions of the longest text, with room for its trees.
+        max_num_seqs: Requests at once.
+        config: Speculative config; None for plain vLLM.
+        engine: Further arguments of `vllm.LLM`, which go before these.
+
+    Raises:
+        ValueError: vLLM cannot use the input.
+    """
+    from vllm import LLM
+
+    common = {
+        "model": target,
+        "max_model_len": longest,
+        "max_num_seqs": max_num_seqs,
+        "disable_log_stats": False,
+        "speculative_config": config,
+    }
+    return LLM(**{**common, **engine})
+
+
 def core_of(llm: Any) -> Any:
     """The engine core."""
     return llm.llm_engine.engine_core.engine_core

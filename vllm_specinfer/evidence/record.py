@@ -11,8 +11,9 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_specinfer import assets
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Drafts, SourceSet
-from vllm_specinfer.evidence.engines import runner_of, tree_counts
+from vllm_specinfer.evidence.engines import runner_of, start_engine, tree_counts
 from vllm_specinfer.evidence.trace import step_line
+from vllm_specinfer.options import METHOD
 from vllm_specinfer.trees import parse_tree
 from vllm_specinfer.tuning.settings import installed_versions
 
@@ -101,26 +102,14 @@ def record(
         ValueError: The input cannot be used, or vLLM counted other trees.
         OSError: A file is missing or the disk is full.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     shape = parse_tree(tree)
     prompts = assets.prompt_ids(source, max_prompts, target)
     room = max(map(len, prompts)) + max_tokens + shape.num_nodes + 1
-    llm = LLM(
-        **{
-            "model": target,
-            "max_model_len": room,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "disable_log_stats": False,
-            "speculative_config": {
-                "method": "specinfer",
-                "model": ssm,
-                "tree": shape.widths,
-                "scheduler": "static",
-            },
-            **engine,
-        }
-    )
+    config = {"method": METHOD, "model": ssm, "tree": shape.widths}
+    config["scheduler"] = "static"
+    llm = start_engine(target, room, MAX_NUM_SEQS, config, engine)
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i)
         for i in range(len(prompts))

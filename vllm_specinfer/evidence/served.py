@@ -24,14 +24,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from vllm_specinfer.evidence.bench import (
-    PLAIN,
-    BenchSettings,
-    Cell,
-    circumstances,
-    load_prompts,
-)
+from vllm_specinfer.evidence.bench import BenchSettings, circumstances, load_prompts
 from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS
+from vllm_specinfer.evidence.measured import PLAIN, Cell
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.tuning.settings import write_json
 

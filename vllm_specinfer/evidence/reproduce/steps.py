@@ -15,7 +15,12 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_specinfer import assets
-from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, forget, tree_counts
+from vllm_specinfer.evidence.engines import (
+    ROOM_FOR_DRAFTS,
+    forget,
+    start_engine,
+    tree_counts,
+)
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
@@ -94,7 +99,7 @@ def measure(
         ValueError: The input cannot be used.
         OSError: A file is missing.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     prompts = assets.prompt_ids(answers.prompts, answers.max_prompts, answers.target)
     configs = {
@@ -103,17 +108,11 @@ def measure(
     }
     parsed = [parse_options(config) for config in configs.values()]
     room = max(ROOM_FOR_DRAFTS, 1 + max(p.num_speculative_tokens for p in parsed))
+    longest = max(map(len, prompts)) + answers.max_tokens + room
     rows = []
     for name, config in tqdm(configs.items(), desc="engines"):
-        llm = LLM(
-            **{
-                "model": answers.target,
-                "max_model_len": max(map(len, prompts)) + answers.max_tokens + room,
-                "max_num_seqs": MAX_NUM_SEQS,
-                "disable_log_stats": False,
-                "speculative_config": config,
-                **answers.engine,
-            }
+        llm = start_engine(
+            answers.target, longest, MAX_NUM_SEQS, config, answers.engine
         )
         for temperature in answers.temperatures:
             forget(llm)
@@ -123,9 +122,9 @@ def measure(
                 )
                 for i in range(len(prompts))
             ]
-            before, start = tree_counts(llm), time.perf_counter()
+            before, started = tree_counts(llm), time.perf_counter()
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
-            took = time.perf_counter() - start
+            took = time.perf_counter() - started
             num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
             drafts, nodes, accepted = (
                 after - n for after, n in zip(tree_counts(llm), before, strict=True)
