@@ -13,11 +13,9 @@ process of its own, with the engines in the opposite order.
 
 import collections
 import itertools
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from vllm_specinfer.evidence.engines import (
     StepLog,
     core_of,
     forget,
+    in_a_process,
     start_engine,
 )
 from vllm_specinfer.evidence.measured import PLAIN, Cell, Measured, Results, report
@@ -153,10 +152,8 @@ def _measured_starts(settings: BenchSettings, prompts: Prompts) -> Iterator[Resu
     if settings.starts == 1:
         yield _measure_start(settings, prompts, 0)
         return
-    context = multiprocessing.get_context("spawn")
     for start in range(settings.starts):
-        with ProcessPoolExecutor(1, mp_context=context) as process:
-            yield process.submit(_measure_start, settings, prompts, start).result()
+        yield in_a_process(_measure_start, settings, prompts, start)
 
 
 def _joined(starts: Iterator[Results]) -> Results:

@@ -2,7 +2,10 @@
 
 import collections
 import itertools
+import multiprocessing
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 # So many positions of an engine are left for trees beyond the longest text.
@@ -45,6 +48,13 @@ def start_engine(
         "speculative_config": config,
     }
     return LLM(**{**common, **engine})
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in a process of its own, which then ends."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(function, *arguments).result()
 
 
 def core_of(llm: Any) -> Any:

@@ -6,14 +6,14 @@ that is than plain vLLM's. It holds what a step needs for a moment, above all lo
 requests x (nodes + 1) x vocabulary x 4 bytes.
 """
 
-import multiprocessing
 import re
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from vllm_specinfer.evidence.engines import in_a_process, runner_of
 
 MIB = 1 << 20
 MAX_TOKENS = 16
@@ -41,10 +41,10 @@ def memory(
     rows = []
     with tqdm(total=len(batches) * (1 + len(nodes)), desc="engines") as bar:
         for batch in batches:
-            plain, _ = _in_a_process(target, None, 0, batch, engine)
+            plain, _ = in_a_process(_measure, target, None, 0, batch, engine)
             bar.update()
             for n in nodes:
-                rest, kv = _in_a_process(target, ssm, n, batch, engine)
+                rest, kv = in_a_process(_measure, target, ssm, n, batch, engine)
                 bar.update()
                 more = rest - plain
                 row = {"batch": batch, "nodes": n, "MiB more than plain": more / MIB}
@@ -53,19 +53,11 @@ def memory(
     return rows
 
 
-def _in_a_process(*arguments: Any) -> tuple[int, int]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        return process.submit(_measure, *arguments).result()
-
-
 def _measure(
     target: str, ssm: str | None, nodes: int, batch: int, engine: dict[str, Any]
 ) -> tuple[int, int]:
     """Peak bytes beyond weights and K/V, and bytes of K/V."""
     from vllm import LLM, SamplingParams
-
-    from vllm_specinfer.evidence.engines import runner_of
 
     config = None
     if ssm is not None:
