@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_specinfer.attention import cpu
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
+from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import (
@@ -333,7 +334,7 @@ def test_a_layout_other_than_plain_goes_through_index_tables(monkeypatch):
 # The backend: metadata builder, implementation, registration.
 
 
-def make_builder(batch: Batch) -> cpu.CPUTreeAttentionMetadataBuilder:
+def make_builder(batch: Batch, trees: bool) -> cpu.CPUTreeAttentionMetadataBuilder:
     _, num_kv_heads, block_size, width = batch.kv_cache.shape
     num_heads = batch.query.shape[1]
     config = SimpleNamespace(
@@ -343,6 +344,7 @@ def make_builder(batch: Batch) -> cpu.CPUTreeAttentionMetadataBuilder:
         parallel_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
+        speculative_config=SpecInferConfig.__new__(SpecInferConfig) if trees else None,
     )
     spec = FullAttentionSpec(
         block_size=block_size,
@@ -372,7 +374,7 @@ def make_impl(batch: Batch, monkeypatch, cls=cpu.CPUTreeAttentionImpl, **kwargs)
     return cls(**(args | kwargs))
 
 
-def build(batch: Batch, tree: TreeRows | None):
+def build(batch: Batch, tree: TreeRows | None, trees: bool = True):
     lens = batch.query_start_loc.diff()
     common = CommonAttentionMetadata(
         query_start_loc=batch.query_start_loc,
@@ -385,7 +387,7 @@ def build(batch: Batch, tree: TreeRows | None):
         block_table_tensor=batch.block_table,
         slot_mapping=torch.zeros(len(batch.query), dtype=torch.int64),
     )
-    return make_builder(batch).build(0, common, tree=tree)
+    return make_builder(batch, trees).build(0, common, tree=tree)
 
 
 def forward(batch: Batch, impl, metadata) -> torch.Tensor:
@@ -400,7 +402,7 @@ def forward(batch: Batch, impl, metadata) -> torch.Tensor:
 def test_a_chain_equals_the_stock_kernel(dtype, monkeypatch):
     batch = Batch([Request(150, chain(9)), Request(33, chain(20))], dtype, unwritten=0)
     impl = make_impl(batch, monkeypatch)
-    stock = forward(batch, impl, build(batch, None))
+    stock = forward(batch, impl, build(batch, None, trees=False))
     tree = forward(batch, impl, build(batch, batch.tree_rows()))
     assert_close(tree, stock.double())
 
@@ -423,22 +425,46 @@ def test_a_mixed_batch_runs_both_kernels(extra, monkeypatch):
     assert_close(out, expected)
 
 
-def test_a_step_of_trees_only_does_not_run_the_stock_kernel(monkeypatch):
-    batch = Batch([Request(50, random_parents(8, 16)), Request(9, chain(2))])
-    impl = make_impl(batch, monkeypatch)
-
+def refuse_stock_kernel(monkeypatch) -> None:
     def refuse(*_args, **_kwargs):
         raise AssertionError("stock kernel called")
 
     monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", refuse)
     monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", refuse)
-    out = forward(batch, impl, build(batch, batch.tree_rows()))
-    assert_close(out, batch.expected())
 
 
-def test_a_step_without_trees_is_the_stock_step(monkeypatch):
-    batch = Batch([Request(50, chain(8), is_tree=False)], unwritten=0)
-    metadata = build(batch, None)
+@pytest.mark.parametrize(
+    "others",
+    [
+        [Request(9, chain(2))],
+        [Request(33, chain(1), is_tree=False), Request(0, chain(32), is_tree=False)],
+    ],
+)
+def test_a_step_of_trees_and_chains_does_not_run_the_stock_kernel(others, monkeypatch):
+    for size in (8, 70):
+        requests = [others[0], Request(50, random_parents(size, 16)), *others[1:]]
+        batch = Batch(requests)
+        impl = make_impl(batch, monkeypatch)
+        with monkeypatch.context() as patch:
+            refuse_stock_kernel(patch)
+            out = forward(batch, impl, build(batch, batch.tree_rows()))
+        assert_close(out, batch.expected())
+
+
+def test_a_step_of_chains_does_not_run_the_stock_kernel(monkeypatch):
+    requests = [Request(n, chain(1 + n), is_tree=False) for n in (0, 31, 7)]
+    batch = Batch(requests)
+    impl = make_impl(batch, monkeypatch)
+    refuse_stock_kernel(monkeypatch)
+    assert_close(forward(batch, impl, build(batch, None)), batch.expected())
+
+
+@pytest.mark.parametrize(("trees", "rows"), [(False, 8), (True, 33)])
+def test_a_prompt_or_an_engine_without_trees_is_the_stock_step(
+    trees, rows, monkeypatch
+):
+    batch = Batch([Request(50, chain(rows), is_tree=False)], unwritten=0)
+    metadata = build(batch, None, trees)
     assert type(metadata) is cpu_attn.CPUAttentionMetadata
     stock = make_impl(batch, monkeypatch, cpu_attn.CPUAttentionBackendImpl)
     ours = make_impl(batch, monkeypatch)

@@ -1,13 +1,17 @@
 """vLLM's CPU attention backend with tree rows.
 
-Requests without a tree run on vLLM's kernel; the rows of trees run on ours, in one
-pass over the paged cache.
+The rows of trees run on our kernel, in one pass over the paged cache, and so do the few
+rows of requests without a tree, which are chains. Where a prompt has more, all requests
+without a tree run on vLLM's kernel. That one runs the whole step, so a step should not
+need it for a request or two.
 """
 
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
@@ -23,10 +27,18 @@ from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu.page_layout import page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
+from vllm_specinfer.tree.token_tree import num_words
+
+# Rows of a request up to which our kernel has been measured not to be slower than
+# vLLM's (benchmarks/p7_tree_attention.py); one word holds their bits.
+MAX_CHAIN = 32
 
 
 @dataclass
@@ -38,6 +50,23 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
 
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds `TreeAttentionMetadata`."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # A plain engine that starts in this process later finds this builder, too.
+        drafts_trees = isinstance(vllm_config.speculative_config, SpecInferConfig)
+        layout = page_layout(
+            self.isa, kv_cache_spec.dtype, self.block_size, self.head_dim
+        )
+        self._runs_chains = (
+            drafts_trees and layout.is_plain and extension.load() is not None
+        )
 
     def build(
         self,
@@ -55,9 +84,11 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             tree: The step's trees, from `ModelSpecificAttnMetadata`.
 
         Returns:
-            vLLM's metadata where `tree` is None.
+            vLLM's metadata where nothing is to run on our kernel.
         """
         common = common_attn_metadata
+        if self._runs_chains:
+            tree = _with_chains(common, tree)
         if tree is None or not tree.all_tree:
             stock = super().build(common_prefix_len, common, fast_build)
             if tree is None:
@@ -77,8 +108,39 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
+def _with_chains(
+    common: CommonAttentionMetadata, tree: TreeRows | None
+) -> TreeRows | None:
+    """The step's trees and, as chains, its other requests; not where they are long."""
+    starts = common.query_start_loc.numpy()
+    counts = np.diff(starts)
+    if tree is None:
+        is_tree = np.zeros(len(counts), bool)
+        bits = np.zeros((common.num_actual_tokens, num_words(MAX_CHAIN)), np.int64)
+        context_lens = np.zeros(len(counts), np.int32)
+    elif tree.all_tree:
+        return tree
+    else:
+        is_tree, bits = tree.is_tree.numpy(), tree.ancestor_bits.numpy()
+        context_lens = tree.context_lens.numpy()
+    if counts[~is_tree].max() > MAX_CHAIN:
+        return tree
+    # Row i of a chain sees the rows up to itself.
+    row = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    chains = np.zeros_like(bits)
+    chains[:, 0] = (np.int64(2) << row) - 1
+    of_tree = np.repeat(is_tree, counts)[:, None]
+    computed = common.seq_lens.numpy() - counts
+    return TreeRows(
+        is_tree=torch.ones(len(counts), dtype=torch.bool),
+        context_lens=torch.from_numpy(np.where(is_tree, context_lens, computed)),
+        ancestor_bits=torch.from_numpy(np.where(of_tree, bits, chains)),
+        all_tree=True,
+    )
+
+
 class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
-    """Runs tree rows through `tree_attention`, everything else through vLLM.
+    """Runs trees and chains through `tree_attention`, everything else through vLLM.
 
     Layers that cannot run trees are refused when the models are loaded
     (`refusals.layer_reason`).
