@@ -88,6 +88,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     import numpy as np
     from vllm.logger import init_logger
+    from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_specinfer import model_state, speculator
@@ -171,6 +172,12 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             _asks_ssms=lambda self, least: len(started) > 1 and asks(self, least),
         )
 
+    def no_stock_attention():
+        def refuse(*args, **kwargs):
+            raise AssertionError("vLLM's attention kernel was called")
+
+        return mock.patch.object(cpu_attn.ops, "cpu_attention_with_kv_cache", refuse)
+
     def record_drafts():
         found = []
 
@@ -231,6 +238,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             sampler, "joined", drop_what_another_source_drew
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
+        "no_stock_attention": no_stock_attention,
         "record_drafts": record_drafts,
         "draft_and_save_every_step": draft_and_save_every_step,
         "states_lost": lambda: mock.patch.object(

@@ -142,6 +142,15 @@ def test_a_batch_schedule_caps_the_trees(models):
     assert 2.5 * few["drafts"] < few["drafted"] <= 3 * few["drafts"]
 
 
+def test_steps_of_few_rows_do_without_vllms_attention(models):
+    few = [p for p in PROMPTS if len(p) <= 17]
+    tree = job(models, TREES["wide"], prompts=few)
+    plain, tree = engine.run(
+        [job(models, prompts=few), {**tree, "mutation": "no_stock_attention"}]
+    )
+    check(plain, tree)
+
+
 def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):
     target, _ = models
     wrong = tiny_llama(
