@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM
 
 GROUP = 32
 # Of eight 4-bit numbers in 32 bits, from the lowest bits up.
@@ -20,42 +20,33 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, torch.Tensor]
 
 
-def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Eight bits and a scale per row, as compressed-tensors stores them.
-
-    Args:
-        weight: [O, I] float.
-
-    Returns:
-        The tensors by name, and the [O, I] weight that they stand for.
-    """
+def int8(weight: torch.Tensor) -> Tensors:
+    """Eight bits and a scale per row of [O, I], as compressed-tensors stores them."""
     scale = weight.abs().amax(1, keepdim=True) / 127
-    whole = (weight / scale).round()
-    return {"weight": whole.to(torch.int8), "weight_scale": scale}, whole * scale
+    whole = (weight / scale).round().to(torch.int8)
+    return {"weight": whole, "weight_scale": scale}
 
 
-def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Four bits, symmetric, as GPTQ stores them; arguments and result as `int8`."""
+def gptq(weight: torch.Tensor) -> Tensors:
+    """Four bits of a weight [O, I], symmetric, as GPTQ stores them."""
     whole, scale = _four_bits(weight)
-    tensors = {
+    return {
         "qweight": _packed((whole + 8).T, IN_ORDER, dim=0),
         # One less than the zero point.
         "qzeros": _packed(torch.full_like(scale.T, 7), IN_ORDER, dim=1),
         "scales": scale.T.half().contiguous(),
         "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
     }
-    return tensors, whole * scale.half().float().repeat_interleave(GROUP, 1)
 
 
-def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Four bits with zero points, as AWQ stores them; the rest as `int8`."""
+def awq(weight: torch.Tensor) -> Tensors:
+    """Four bits of a weight [O, I] with zero points, as AWQ stores them."""
     whole, scale = _four_bits(weight)
-    tensors = {
+    return {
         "qweight": _packed((whole + 8).T, AWQ_ORDER, dim=1),
         "qzeros": _packed(torch.full_like(scale.T, 8), AWQ_ORDER, dim=1),
         "scales": scale.T.half().contiguous(),
     }
-    return tensors, whole * scale.half().float().repeat_interleave(GROUP, 1)
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,25 +101,25 @@ FORMATS: dict[str, tuple[Callable, dict]] = {
 }
 
 
-def save_quantized(model: PreTrainedModel, folder: Path, name: str) -> str:
-    """Write a quantized checkpoint; the model takes the weights that it stands for.
+def quantized_copy(model: str, folder: Path, name: str) -> str:
+    """A copy of a Llama with quantized weights.
 
     Args:
-        model: A Llama, changed.
-        folder: Where to write it.
+        model: Its folder.
+        folder: Where to write the copy.
         name: One of `FORMATS`.
 
     Returns:
-        The folder.
+        The folder of the copy.
     """
     quantize, config = FORMATS[name]
-    tensors = model.state_dict()
-    for module_name, module in model.model.layers.named_modules(prefix="model.layers"):
+    llama = LlamaForCausalLM.from_pretrained(model)
+    tensors = llama.state_dict()
+    for path, module in llama.model.layers.named_modules(prefix="model.layers"):
         if isinstance(module, torch.nn.Linear):
-            parts, module.weight.data = quantize(module.weight.data)
-            del tensors[f"{module_name}.weight"]
-            tensors |= {f"{module_name}.{part}": t for part, t in parts.items()}
-    model.config.save_pretrained(folder)
+            weight = tensors.pop(f"{path}.weight")
+            tensors |= {f"{path}.{part}": t for part, t in quantize(weight).items()}
+    llama.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     file = folder / "config.json"
     written = {**json.loads(file.read_text()), "quantization_config": config}
