@@ -6,13 +6,13 @@ from tests.e2e import engine
 from tests.e2e.models import fit_head, tiny_model
 from tests.e2e.test_greedy import GREEDY, job, prompt
 
-# What of a batch is drawn, and that each text goes on to the last position.
-PARAMS = [
-    {**GREEDY, "temperature": 0.7 * (i % 2), "seed": i, "max_tokens": 96}
-    for i in range(5)
-]
+# Of `tiny_model`; every text goes on to the last of them.
+POSITIONS = 96
 PROMPTS = [prompt(length, length) for length in (1, 3, 17, 33, 64)]
-LENGTH = 96
+PARAMS = [
+    {**GREEDY, "temperature": 0.7 * (i % 2), "seed": i, "max_tokens": POSITIONS}
+    for i in range(len(PROMPTS))
+]
 # As OPT-350M: the embedding is narrower than the layers, norms come after them.
 NARROW_OPT = {"word_embed_proj_dim": 64, "do_layer_norm_before": False}
 # Target and SSM, and what is special about either.
@@ -33,7 +33,7 @@ PAIRS = {
 }
 
 
-# Positions enter the first two as rows of a learned table, the third as rotations.
+# The first two learn a vector for each position, the third rotates by it.
 WRONG_POSITIONS = ("opt", "gpt2", "phi")
 
 
@@ -46,7 +46,7 @@ def jobs(family, folder):
     models = str(folder / family), str(folder / f"{family}-ssm")
     for model, path in zip((target, ssm), models, strict=True):
         model.save_pretrained(path)
-    both = {"params": PARAMS, "prompts": PROMPTS, "max_model_len": LENGTH}
+    both = {"params": PARAMS, "prompts": PROMPTS, "max_model_len": POSITIONS}
     plain = {**job(models, **both), "plain_v2": True}
     return plain, job(models, {"tree": "4,2,2"}, **both)
 
@@ -73,7 +73,7 @@ def test_the_text_is_plain_decodings_whatever_the_architectures(results, family)
     rate = 1 + tree["accepted"] / tree["drafts"]
     print(family, rate, "tokens per step,", tree["branches"], "branches")
     assert tree["tokens"] == plain["tokens"]
-    assert [len(t) for (t,) in tree["tokens"]] == [LENGTH - len(p) for p in PROMPTS]
+    assert [len(t) for (t,) in tree["tokens"]] == [POSITIONS - len(p) for p in PROMPTS]
     assert tree["free_blocks"] == tree["blocks"] - 1
     assert rate > 1.2 and tree["branches"] > 10
 
