@@ -48,10 +48,12 @@ def a_disconnect_gives_the_blocks_back(server) -> None:
         return server.metrics()["vllm:spec_decode_num_drafts_total"]
 
     url = f"{server.address}/v1/completions"
+    # Of a text that nobody foresees, the request has many steps.
+    request = a_long_request(temperature=1.0, seed=1)
     before = wait_until_idle()
-    httpx.post(url, json=a_long_request(), timeout=30).raise_for_status()
+    httpx.post(url, json=request, timeout=30).raise_for_status()
     whole = wait_until_idle()
-    with httpx.stream("POST", url, json=a_long_request(stream=True)) as response:
+    with httpx.stream("POST", url, json={**request, "stream": True}) as response:
         lines = response.iter_lines()
         for _ in range(5):
             next(lines)
