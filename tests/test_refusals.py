@@ -343,7 +343,26 @@ def test_parallel_layouts_that_need_many_devices_are_judged(change, sentence):
     assert (reason is None) if sentence is None else (sentence in reason)
 
 
+FP8_KV = {
+    "quantization_config": {
+        **{"quant_method": "compressed-tensors", "config_groups": {}},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    }
+}
+
+
+@pytest.mark.parametrize("role", ["target", "ssm"])
+def test_a_checkpoint_that_turns_the_kv_cache_into_fp8_is_refused(refusal, role):
+    sentence = refusal(**{role: LLAMA | FP8_KV})
+    assert "kv_cache_dtype must be one of float16, bfloat16 on a CPU" in sentence
+    assert f"/{role}'" in sentence
+
+
 def test_fp8_kv_is_refused_on_a_cpu_only():
+    model = SimpleNamespace(model="m", model_arch_config=SimpleNamespace(**FP8_KV))
+    assert refusals.checkpoint_cache_reason(model, "auto", is_cpu=False) is None
+    assert refusals.checkpoint_cache_reason(model, "bfloat16", is_cpu=True) is None
+    assert refusals.checkpoint_cache_reason(model, "auto", is_cpu=True) is not None
     assert refusals.cache_dtype_reason("fp8", is_cpu=False) is None
     assert refusals.cache_dtype_reason("fp8", is_cpu=True) is not None
     assert refusals.cache_dtype_reason("nvfp4", is_cpu=False) is not None
@@ -397,6 +416,11 @@ def test_the_worker_accepts_what_the_front_end_accepted(vllm_config):
 def test_the_worker_refuses_a_config_changed_since(vllm_config, monkeypatch):
     vllm_config.cache_config.cache_dtype = "fp8"
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
+        refusals.check_vllm_config(vllm_config)
+    vllm_config.cache_config.cache_dtype = "auto"
+    (ssm,) = vllm_config.speculative_config.ssm_model_configs
+    ssm.model_arch_config.quantization_config = FP8_KV["quantization_config"]
+    with pytest.raises(ValueError, match="kv_cache_scheme"):
         refusals.check_vllm_config(vllm_config)
     vllm_config.cache_config.cache_dtype = "auto"
     with monkeypatch.context() as env:

@@ -22,7 +22,6 @@ from vllm.v1.spec_decode.dynamic.utils import (
 
 from vllm_specinfer.options import (
     BestFirstTree,
-    NgramSource,
     Source,
     SpecInferOptions,
     SSMSource,
@@ -170,9 +169,7 @@ class SpecInferConfig(SpeculativeConfig):
     def source_names(self) -> tuple[str, ...]:
         """What metrics call the sources, in the order of their tests."""
         lookups = [
-            "ngram" if isinstance(source, NgramSource) else "suffix"
-            for source in self.sources
-            if not isinstance(source, SSMSource)
+            source.name for source in self.sources if not isinstance(source, SSMSource)
         ]
         ssms = [
             f"ssm{number}" if eagle_type(config) is None else "head"

@@ -5,7 +5,7 @@ Standard library only, so tree code can use them without vLLM.
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 METHOD = "specinfer"
 
@@ -140,9 +140,12 @@ class NgramSource:
     The names and defaults are those of vLLM's method "ngram".
 
     Attributes:
+        name: What users and metrics call it.
         prompt_lookup_min: Shortest n-gram.
         prompt_lookup_max: Longest n-gram.
     """
+
+    name: ClassVar[str] = "ngram"
 
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
@@ -153,9 +156,11 @@ class SuffixSource:
     """What followed the longest match in this text, else in the last texts.
 
     Attributes:
+        name: What users and metrics call it.
         max_tokens: Most tokens of past texts that are remembered, about 200 bytes each.
     """
 
+    name: ClassVar[str] = "suffix"
     max_tokens: int = 131_072
 
 

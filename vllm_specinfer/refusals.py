@@ -106,6 +106,24 @@ def cache_dtype_reason(cache_dtype: str, is_cpu: bool) -> str | None:
     )
 
 
+def checkpoint_cache_reason(
+    model: "ModelConfig", cache_dtype: str, is_cpu: bool
+) -> str | None:
+    """Why the KV cache type that a checkpoint asks for cannot hold a tree, or None.
+
+    Where the user leaves the type open, vLLM's attention layers take fp8 for a
+    ``kv_cache_scheme`` (vllm/model_executor/layers/attention/attention.py).
+    """
+    quantization = model.model_arch_config.quantization_config or {}
+    if not is_cpu or cache_dtype != "auto" or not quantization.get("kv_cache_scheme"):
+        return None
+    return (
+        f"kv_cache_dtype must be one of {', '.join(PLAIN_KV_DTYPES[1:])} on a CPU with "
+        "method specinfer where a checkpoint has a kv_cache_scheme, as 'auto' makes it "
+        f"fp8; got 'auto' and {model.model!r}"
+    )
+
+
 def model_reason(model: "ModelConfig", role: str) -> str | None:
     """Why a model cannot be a target or an SSM, or None.
 
@@ -206,6 +224,12 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
         )
     )
     refuse(model_reason(target, "the target"))
+    for model in (target, *spec.ssm_model_configs):
+        refuse(
+            checkpoint_cache_reason(
+                model, vllm_config.cache_config.cache_dtype, current_platform.is_cpu()
+            )
+        )
     for ssm in spec.ssm_model_configs:
         if eagle_type(ssm) is None:
             refuse(model_reason(ssm, "the SSM"))

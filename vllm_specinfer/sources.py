@@ -28,7 +28,7 @@ SSM_KEYS = (
 NGRAM_KEYS = ("model", "prompt_lookup_min", "prompt_lookup_max")
 SUFFIX_KEYS = ("model", "max_tokens")
 MAX_HUB_ID = 96
-MODEL_FREE = ("ngram", "suffix")
+MODEL_FREE = (NgramSource.name, SuffixSource.name)
 
 
 def parse_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
@@ -42,8 +42,8 @@ def parse_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
         raise ValueError("model and ssms must not both be given; got both")
     if model is None and ssms is None:
         raise ValueError(
-            "model must name an SSM, a folder, a hub id, a pool, 'ngram' or 'suffix'; "
-            "got none"
+            "model must name an SSM, a folder, a hub id, a pool, "
+            f"{' or '.join(map(repr, MODEL_FREE))}; got none"
         )
     if model is not None:
         if not isinstance(model, str | os.PathLike):
@@ -58,8 +58,9 @@ def parse_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
     )
     if not sources:
         raise ValueError("ssms must name at least one source; got none")
-    for kind, name in ((NgramSource, "ngram"), (SuffixSource, "suffix")):
-        if sum(isinstance(source, kind) for source in sources) > 1:
+    names = [source.name for source in sources if not isinstance(source, SSMSource)]
+    for name in names:
+        if names.count(name) > 1:
             raise ValueError(f"ssms must name {name!r} at most once; got it twice")
     return sources
 
@@ -72,9 +73,9 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
     name = entry.get("model")
     if isinstance(name, os.PathLike):
         name = os.fspath(name)
-    if name == "ngram":
+    if name == NgramSource.name:
         return [_parse_ngram(entry, where)]
-    if name == "suffix":
+    if name == SuffixSource.name:
         return [_parse_suffix(entry, where)]
     refuse_unknown_keys(entry, SSM_KEYS, where)
     if not isinstance(name, str) or not name.strip():

@@ -234,6 +234,15 @@ def test_one_short_tree_after_a_long_context_is_split_over_threads(num_kv_heads)
     assert_close(batch.run(sinks=sinks), batch.expected(sinks=sinks))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_trees_after_thousands_of_tokens(kernel):
+    """Of one request alone, whose context is split over threads, and of two."""
+    for contexts in ([8150], [7900, 8170]):
+        requests = [Request(n, random_parents(21, seed=n)) for n in contexts]
+        batch = Batch(requests)
+        assert_close(batch.run(kernel), batch.expected())
+
+
 def test_words_beyond_the_tree_change_nothing():
     batch = Batch([Request(70, random_parents(20, 3))])
     assert torch.equal(batch.run(num_words=5), batch.run())

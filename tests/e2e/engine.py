@@ -307,8 +307,12 @@ def _logprobs(logprobs) -> list[list[tuple[int, float, int]]] | None:
 def _run_jobs(jobs: list[dict]) -> list[dict]:
     results = []
     for job in jobs:
-        with _mutation(job.get("mutation")), _runner(job.get("plain_v2", False)):
-            results.append(_generate(job))
+        with (
+            _mutation(job.get("mutation")),
+            _branches(job) as branches,
+            _runner(job.get("plain_v2", False)),
+        ):
+            results.append({**_generate(job), "branches": sum(branches)})
     # As JSON has them: keys are strings, tuples are lists.
     return json.loads(json.dumps(results))
 
@@ -324,6 +328,31 @@ def _runner(plain_v2: bool) -> Iterator[None]:
         cpu_v2.enable_in_frontend()
         yield
         cpu_v2.disable_in_frontend()
+
+
+@contextlib.contextmanager
+def _branches(job: dict) -> Iterator[list[bool]]:
+    """Fills a list: whether each accepted path left the chain of first children."""
+    found: list[bool] = []
+    if job["llm"].get("speculative_config", {}).get("method") != "specinfer":
+        yield found
+        return
+    from vllm_specinfer.model_state import TreeModelState
+
+    commit = TreeModelState.commit
+
+    def counted(self, batch, accepted):
+        for i, rows in accepted.items():
+            if not rows:
+                continue
+            parents = self._trees.parents[batch.idx_mapping_np[i]]
+            nodes = [row - 1 for row in rows]
+            first = [parents.tolist().index(parents[node]) for node in nodes]
+            found.append(nodes != first)
+        return commit(self, batch, accepted)
+
+    with mock.patch.object(TreeModelState, "commit", counted):
+        yield found
 
 
 def _generate(job: dict) -> dict:

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VOCAB = 96
 
@@ -65,6 +71,64 @@ def noisy_copy(model: str, folder: Path, noise: float, seed: int = 1) -> str:
                 parameter.add_(torch.randn_like(parameter) * parameter.std() * noise)
     copy.save_pretrained(folder)
     return str(folder)
+
+
+GROUPED = {"num_key_value_heads": 2}
+# What a family's config needs besides the fields that all of `tiny_model`'s have.
+FAMILIES = {
+    "falcon": {"multi_query": True, "new_decoder_architecture": False},
+    "gemma": {"head_dim": 32, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gpt2": {"tie_word_embeddings": True},
+    "gptj": {"rotary_dim": 16},
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": None},
+    "mixtral": {**GROUPED, "num_local_experts": 2},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128},
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 32},
+}
+
+
+def tiny_model(
+    family: str, seed: int, scale: float = 3, **overrides: object
+) -> PreTrainedModel:
+    """A random model of any family that transformers knows, with 96 positions.
+
+    Args:
+        family: Its `model_type`.
+        seed: Of the weights.
+        scale: Of the weight matrices; the larger, the surer the model.
+        **overrides: Fields of its config.
+    """
+    config = {
+        **{"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"max_position_embeddings": 96, "tie_word_embeddings": False},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        **FAMILIES.get(family, {}),
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    return model.eval()
+
+
+@torch.no_grad()
+def fit_head(ssm: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give an SSM the output head that comes closest to the target's logits.
+
+    It then foresees what follows from the last token alone, whatever both models are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCAB, (128, 32), generator=generator)
+    logits = target(ids).logits.flatten(0, 1)
+    states = ssm.base_model(ids).last_hidden_state.flatten(0, 1)
+    head = torch.linalg.lstsq(states, logits).solution.T
+    ssm.get_output_embeddings().weight.copy_(head)
 
 
 def lora_adapter(folder: Path, seed: int, rank: int = 4) -> str:

@@ -68,6 +68,7 @@ def _create(
 
     import vllm
     from vllm.logger import init_logger
+    from vllm.platforms import current_platform
 
     from vllm_specinfer.config import SpecInferConfig
     from vllm_specinfer.hooks import stat_loggers
@@ -78,6 +79,12 @@ def _create(
     config = SpecInferConfig.create(
         options, target_model_config, target_parallel_config
     )
+    for model in (target_model_config, *config.ssm_model_configs):
+        refusals.refuse(
+            refusals.checkpoint_cache_reason(
+                model, args.kv_cache_dtype, current_platform.is_cpu()
+            )
+        )
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
     _switch_runner_on()

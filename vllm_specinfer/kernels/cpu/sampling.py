@@ -48,6 +48,13 @@ def min_p(
         values.masked_fill_(values < values.amax() + log, float("-inf"))
 
 
+def _steps_have_seeds() -> bool:
+    """Since 0.33 vLLM draws each step of a chain's drafts with a seed of its own."""
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    return hasattr(gumbel, "spec_step_seed")
+
+
 def gumbel_sample(
     local_argmax: torch.Tensor,  # [L, blocks]
     local_argmax_stride: int,
@@ -77,12 +84,11 @@ def gumbel_sample(
     The whole row is one block here: the first column holds the winner.
     """
     requests = expanded_idx_mapping.numpy()
+    columns = np.zeros(len(requests), np.int64)
     if logits_cache is not None:
-        real = np.flatnonzero(requests >= 0).tolist()
-        columns = logits_cache_col.tolist()
-        for row in real:
-            column = columns[row] if PER_TOKEN_COL else columns
-            cached = logits_cache[int(requests[row]), column]
+        columns[:] = logits_cache_col.numpy()
+        for row in np.flatnonzero(requests >= 0).tolist():
+            cached = logits_cache[int(requests[row]), int(columns[row])]
             cached[:vocab_size] = logits_cache_source[row]
 
     winners = local_argmax.numpy()
@@ -97,7 +103,10 @@ def gumbel_sample(
         values[:, 0] = rows[np.arange(len(rows)), best]
         return
     positions = pos.tolist()
-    request_seeds = seeds.numpy()[requests].tolist()
+    row_seeds = seeds.numpy()[requests]
+    if _steps_have_seeds():
+        row_seeds = row_seeds ^ (columns << 32)
+    row_seeds = row_seeds.tolist()
     for i, row in enumerate(rows):
         scale = temps[i]
         if scale == 0.0:
@@ -107,6 +116,6 @@ def gumbel_sample(
             if APPLY_TEMPERATURE:
                 row = row / scale
             position = positions[i] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-            winner, value = noised_argmax(row, request_seeds[i], position, USE_FP64)
+            winner, value = noised_argmax(row, row_seeds[i], position, USE_FP64)
         winners[i, 0] = winner
         values[i, 0] = value
