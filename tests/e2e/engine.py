@@ -29,6 +29,8 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # The blocks of all requests are checked after every step.
+    "VLLM_SPECINFER_DEBUG": "1",
 }
 
 
@@ -222,6 +224,9 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "bonus": lambda: mock.patch.object(
             sampler.TreeSampler, "_output", parents_token_as_bonus
+        ),
+        "slots_are_kept": lambda: mock.patch.object(
+            SpecInferScheduler, "schedule", Scheduler.schedule
         ),
         "duplicates_dropped": changed_draws(drop_duplicates),
         "likeliest_children": changed_draws(take_the_likeliest),

@@ -71,6 +71,8 @@ class SpecInferScheduler(Scheduler):
             kept = self._slots.give_back(self.running, LEAST_LOOKAHEAD, missing)
             returned = manager.block_pool.get_num_free_blocks() - num_free
             self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})
+            if self._checked:
+                invariants.check_blocks(self)
         output = super().schedule(*args, **kwargs)
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
