@@ -211,7 +211,7 @@ def start(models: Models, folder: Path, scheduler: str):
         *("--lora-modules", *loras, "--served-model-name", "target"),
         speculative=specinfer,
         engine_args=LLM | SERVER,
-        env={"VLLM_SERVER_DEV_MODE": "1", "VLLM_SPECINFER_DEBUG": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1"},
     )
 
 
