@@ -59,20 +59,13 @@ class SpecInferScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As vLLM's; where it would preempt, trees give up their slots before."""
-        lookahead = self.num_lookahead_tokens
-        manager = self.kv_cache_manager
+        lookahead, manager = self.num_lookahead_tokens, self.kv_cache_manager
         watermark, kept = manager.watermark_blocks, {}
         if self._slots.missing(self.running, lookahead) > 0:
             self.num_lookahead_tokens = LEAST_LOOKAHEAD
             # No request joins, as in a step of vLLM's that preempts.
             manager.watermark_blocks = manager.block_pool.num_gpu_blocks
-            num_free = manager.block_pool.get_num_free_blocks()
-            missing = self._slots.missing(self.running, LEAST_LOOKAHEAD)
-            kept = self._slots.give_back(self.running, LEAST_LOOKAHEAD, missing)
-            returned = manager.block_pool.get_num_free_blocks() - num_free
-            self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})
-            if self._checked:
-                invariants.check_blocks(self)
+            kept = self._give_back()
         output = super().schedule(*args, **kwargs)
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
@@ -178,6 +171,18 @@ class SpecInferScheduler(Scheduler):
             self._step.put_into(stats.num_kv_fetch_reqs_by_stage)
             self._step = None
         return stats
+
+    def _give_back(self) -> dict[str, list[int]]:
+        """Free the blocks that the step lacks; see `SlotsOfTrees.give_back`."""
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        missing = self._slots.missing(self.running, LEAST_LOOKAHEAD)
+        kept = self._slots.give_back(self.running, LEAST_LOOKAHEAD, missing)
+        returned = pool.get_num_free_blocks() - num_free
+        self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})
+        if self._checked:
+            invariants.check_blocks(self)
+        return kept
 
     def _stats_of(
         self, scheduler_output: SchedulerOutput, worker: WorkerStats
