@@ -27,16 +27,19 @@ def test_with_few_blocks_texts_are_plain_decodings_and_fewer_requests_are_preemp
     for config in CONFIGS.values():
         tree = job(models, config, params, prompts, **few)
         jobs += [tree, {**tree, "mutation": "slots_are_kept"}]
-    plain, *trees = engine.run(jobs)
+    # Of smaller blocks, trees that shrink from one step to the next hold many.
+    few |= {"block_size": 16, "num_gpu_blocks_override": 48}
+    uneven = job(models, CONFIGS["many"], params, prompts, **few)
+    jobs.append({**uneven, "mutation": "trees_of_any_size"})
+    plain, *trees, uneven = engine.run(jobs)
     for name, given, kept in zip(CONFIGS, trees[::2], trees[1::2], strict=True):
         check(plain, given)
         check(plain, kept)
         print(name, given["preemptions"], "preemptions instead of", kept["preemptions"])
         assert given["preemptions"] < kept["preemptions"]
-        assert given["metrics"]["returned_blocks"] > 0 < given["metrics"]["short_steps"]
-        assert kept["metrics"]["short_steps"] == 0
+        assert given["metrics"]["short_steps"] > 0 == kept["metrics"]["short_steps"]
         # Trees lose next to nothing.
-        assert (
-            given["accepted"] / given["drafts"]
-            > 0.9 * kept["accepted"] / kept["drafts"]
-        )
+        assert given["drafts"] < 1.1 * kept["drafts"]
+    check(plain, uneven)
+    print(uneven["metrics"]["returned_blocks"], "blocks given back")
+    assert uneven["metrics"]["returned_blocks"] > 10
