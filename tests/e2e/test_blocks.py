@@ -27,8 +27,7 @@ def test_with_few_blocks_texts_are_plain_decodings_and_fewer_requests_are_preemp
     for config in CONFIGS.values():
         tree = job(models, config, params, prompts, **few)
         jobs += [tree, {**tree, "mutation": "slots_are_kept"}]
-    # Of smaller blocks, trees that shrink from one step to the next hold many.
-    few |= {"block_size": 16, "num_gpu_blocks_override": 48}
+    # What a tree held a smaller one after it gives back.
     uneven = job(models, CONFIGS["many"], params, prompts, **few)
     jobs.append({**uneven, "mutation": "trees_of_any_size"})
     plain, *trees, uneven = engine.run(jobs)
