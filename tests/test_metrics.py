@@ -12,7 +12,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.metrics import TreeStatLogger
-from vllm_specinfer.scheduling.step_stats import BUDGET, DRAFT, PREFILL, StepStats
+from vllm_specinfer.scheduling.step_stats import (
+    BUDGET,
+    DRAFT,
+    PREFILL,
+    RETURNED_BLOCKS,
+    SHORT_STEPS,
+    StepStats,
+)
 
 
 def received(plain, accepted=()) -> SchedulerStats:
@@ -21,7 +28,13 @@ def received(plain, accepted=()) -> SchedulerStats:
     for depth in accepted:
         trees.observe_draft(8, depth)
     total = Counter(ssm0=sum(accepted))
-    step = StepStats(Counter(ssm0=9), total, Counter(plain), Counter({DRAFT: 250_000}))
+    step = StepStats(
+        drafted=Counter(ssm0=9),
+        accepted=total,
+        plain=Counter(plain),
+        microseconds=Counter({DRAFT: 250_000}),
+        blocks=Counter({SHORT_STEPS: 1, RETURNED_BLOCKS: 2}),
+    )
     stats = SchedulerStats(spec_decoding_stats=trees)
     step.put_into(stats.num_kv_fetch_reqs_by_stage)
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
@@ -74,6 +87,8 @@ def test_steps_of_two_engines_are_counted(make_config, make_llama, monkeypatch):
         "trees": value("accepted_depth_count", "1"),
         "depths": value("accepted_depth_sum", "1"),
         "of depth 0": value("accepted_depth_bucket", "1", le="0.0"),
+        "short": value("short_steps_total", "1"),
+        "returned": value("returned_blocks_total", "1"),
         "other engine": value("step_nodes_count", "0"),
     }
     assert found == {
@@ -88,6 +103,8 @@ def test_steps_of_two_engines_are_counted(make_config, make_llama, monkeypatch):
         "trees": 2,
         "depths": 3,
         "of depth 0": 1,
+        "short": 3,
+        "returned": 6,
         "other engine": 0,
     }
     # The next engine of the process registers the names anew.

@@ -34,12 +34,17 @@ REQUIRED = (
     "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
     "vllm.triton_utils.dispatcher:register_kernels",
     "vllm.v1.attention.backends.registry:register_backend",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+    ".allocate_new_blocks",
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
     "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
 )
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (
+    "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.propose",

@@ -11,7 +11,14 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_specinfer.scheduling.step_stats import PHASES, PREFILL, REASONS, StepStats
+from vllm_specinfer.scheduling.step_stats import (
+    PHASES,
+    PREFILL,
+    REASONS,
+    RETURNED_BLOCKS,
+    SHORT_STEPS,
+    StepStats,
+)
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 SECONDS = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -51,6 +58,14 @@ class TreeStatLogger(AggregateStatLoggerBase):
             "Requests that ran in a step without any node.",
             reason=REASONS,
         )
+        self._blocks = {
+            SHORT_STEPS: self._counters(
+                SHORT_STEPS, "Steps that lacked K/V blocks, so that trees got no more."
+            ),
+            RETURNED_BLOCKS: self._counters(
+                RETURNED_BLOCKS, "K/V blocks that trees gave back in such steps."
+            ),
+        }
         self._nodes = self._histograms(
             "step_nodes",
             "Nodes that a step with generating requests verified for all of them.",
@@ -86,6 +101,8 @@ class TreeStatLogger(AggregateStatLoggerBase):
         ):
             for label, count in counts.items():
                 counters[engine_idx, label].inc(count)
+        for name, count in step.blocks.items():
+            self._blocks[name][engine_idx,].inc(count)
         for phase, microseconds in step.microseconds.items():
             self._seconds[engine_idx, phase].observe(microseconds / 1e6)
         trees = scheduler_stats.spec_decoding_stats

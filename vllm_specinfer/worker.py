@@ -3,12 +3,14 @@
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer import refusals
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 
 # Below vLLM's logger: that is the one with a handler for information.
@@ -55,6 +57,16 @@ class SpecInferCPUWorker(CPUWorker):
             "C++ kernels" if extension.load() else "plain torch without C++ kernels",
             scope="global",
         )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run the target; first, blocks that trees gave back leave the tables."""
+        tables = self.model_runner.block_tables
+        slots = self.model_runner.req_states.req_id_to_index
+        blocks.shorten(tables, slots, getattr(scheduler_output, "kept_blocks", {}))
+        output = super().execute_model(scheduler_output)
+        expected = getattr(scheduler_output, "block_ids", {})
+        invariants.check_tables(tables, slots, expected)
+        return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The last drafts, as many as each request's tree has nodes, and their parents.

@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -29,6 +30,8 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+    # The blocks of all requests are checked after every step.
+    "VLLM_SPECINFER_DEBUG": "1",
 }
 
 
@@ -193,6 +196,19 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
         return mock.patch.object(NeuralSource, "propose", recorded)
 
+    def trees_of_any_size():
+        """The scheduler gets all of a tree, a few nodes or none."""
+        rng = random.Random(0)
+
+        def cut(self, drafts):
+            for i, tree in enumerate(drafts.draft_token_ids):
+                size = rng.choice([0, len(tree) // 4, len(tree)])
+                drafts.draft_token_ids[i] = tree[:size]
+                drafts.parents[i] = drafts.parents[i][:size]
+            update(self, drafts)
+
+        return mock.patch.object(SpecInferScheduler, "update_draft_token_ids", cut)
+
     @contextlib.contextmanager
     def draft_and_save_every_step():
         always = {n: getattr(Budget, n) for n in ("drafts", "expands", "least_score")}
@@ -203,6 +219,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             yield
 
     propose = NeuralSource.propose
+    update = SpecInferScheduler.update_draft_token_ids
     start, asks = SourceSet.start, SourceSet._asks_ssms
     joined = sampler.joined
     choose = children.ChildChooser.choose
@@ -229,6 +246,10 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "bonus": lambda: mock.patch.object(
             sampler.TreeSampler, "_output", parents_token_as_bonus
+        ),
+        "trees_of_any_size": trees_of_any_size,
+        "slots_are_kept": lambda: mock.patch.object(
+            SpecInferScheduler, "schedule", Scheduler.schedule
         ),
         "duplicates_dropped": changed_draws(drop_duplicates),
         "likeliest_children": changed_draws(take_the_likeliest),

@@ -1,5 +1,6 @@
-"""The scheduler subclass: grammars along trees instead of chains, and metrics."""
+"""The scheduler subclass: grammars along trees, blocks of trees, and metrics."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.scheduling import invariants
+from vllm_specinfer.scheduling.blocks import LEAST_LOOKAHEAD, SlotsOfTrees
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.grammar import tree_bitmask
 from vllm_specinfer.scheduling.step_stats import (
     NO_ROOM,
     PREFILL,
+    RETURNED_BLOCKS,
+    SHORT_STEPS,
     StepStats,
     WorkerStats,
 )
@@ -45,6 +50,34 @@ class SpecInferScheduler(Scheduler):
         # Of the step whose output is being processed.
         self._worker = WorkerStats()
         self._step: StepStats | None = None
+        self._slots = SlotsOfTrees(
+            self.kv_cache_manager, self.max_model_len, self.max_num_scheduled_tokens
+        )
+        # Since the last step whose numbers were taken.
+        self._blocks: Counter[str] = Counter()
+        self._checked = invariants.checked()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's; where it would preempt, trees give up their slots before."""
+        lookahead, manager = self.num_lookahead_tokens, self.kv_cache_manager
+        watermark, kept = manager.watermark_blocks, {}
+        if self._slots.missing(self.running, lookahead) > 0:
+            self.num_lookahead_tokens = LEAST_LOOKAHEAD
+            # No request joins, as in a step of vLLM's that preempts.
+            manager.watermark_blocks = manager.block_pool.num_gpu_blocks
+            kept = self._give_back()
+        output = super().schedule(*args, **kwargs)
+        self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
+        output.kept_blocks = kept
+        if self._checked:
+            invariants.check_blocks(self)
+            output.block_ids = {
+                request.request_id: self.kv_cache_manager.get_block_ids(
+                    request.request_id
+                )
+                for request in self.running
+            }
+        return output
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
         """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
@@ -104,7 +137,10 @@ class SpecInferScheduler(Scheduler):
         if self.log_stats and worker is not None:
             self._worker = worker
             self._step = self._stats_of(scheduler_output, worker)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._checked:
+            invariants.check_blocks(self)
+        return outputs
 
     def make_spec_decoding_stats(
         self,
@@ -136,10 +172,23 @@ class SpecInferScheduler(Scheduler):
             self._step = None
         return stats
 
+    def _give_back(self) -> dict[str, list[int]]:
+        """Free the blocks that the step lacks; see `SlotsOfTrees.give_back`."""
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        missing = self._slots.missing(self.running, LEAST_LOOKAHEAD)
+        kept = self._slots.give_back(self.running, LEAST_LOOKAHEAD, missing)
+        returned = pool.get_num_free_blocks() - num_free
+        self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})
+        if self._checked:
+            invariants.check_blocks(self)
+        return kept
+
     def _stats_of(
         self, scheduler_output: SchedulerOutput, worker: WorkerStats
     ) -> StepStats:
-        step = StepStats(drafted=worker.drafted)
+        step = StepStats(drafted=worker.drafted, blocks=self._blocks)
+        self._blocks = Counter()
         for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished():

@@ -19,6 +19,9 @@ REASONS = (BUDGET, MEASURING, SCHEDULE, NO_CANDIDATES, NO_ROOM, PREFILL)
 DRAFT, VERIFY, COMMIT = "draft", "verify", "commit"
 PHASES = (DRAFT, VERIFY, COMMIT)
 
+# What memory that runs short has brought about (scheduling/blocks.py).
+SHORT_STEPS, RETURNED_BLOCKS = "short_steps", "returned_blocks"
+
 _MARK = "specinfer"
 
 
@@ -47,12 +50,14 @@ class StepStats:
         accepted: Accepted tokens by source.
         plain: Requests that ran without nodes, by reason.
         microseconds: Host time by phase.
+        blocks: Steps that lacked K/V blocks, and blocks that trees gave back.
     """
 
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     plain: Counter[str] = field(default_factory=Counter)
     microseconds: Counter[str] = field(default_factory=Counter)
+    blocks: Counter[str] = field(default_factory=Counter)
 
     def put_into(self, numbers: dict[str, int]) -> None:
         """Add everything to a dictionary of vLLM's, under keys of our own."""
