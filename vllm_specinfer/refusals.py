@@ -5,11 +5,14 @@ end asks them all before it changes anything; the worker asks again through
 ``check_vllm_config``, because a config need not come from engine arguments.
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+CUDA_ENV = "VLLM_SPECINFER_CUDA"
 
 PLAIN_KV_DTYPES = ("auto", "float16", "bfloat16")
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -26,6 +29,26 @@ def runner_reason() -> str | None:
         return (
             "VLLM_USE_V2_MODEL_RUNNER must be 1 or unset, the V1 runner would draft "
             "a chain; got 0"
+        )
+    return None
+
+
+def device_reason() -> str | None:
+    """Why the platform cannot run trees, or None."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        return (
+            "the platform must be a CPU, or CUDA as an experiment, for method "
+            f"specinfer; got {current_platform.device_name}"
+        )
+    value = os.environ.get(CUDA_ENV)
+    if value in (None, "", "0"):
+        return (
+            f"{CUDA_ENV} must be 1 for method specinfer on CUDA, an experiment that has "
+            f"never been run on a GPU; got {value!r}"
         )
     return None
 
@@ -191,6 +214,7 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
             "the speculative config must be a SpecInferConfig for this worker; got "
             f"{type(spec).__name__}"
         )
+    refuse(device_reason())
     refuse(runner_reason())
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
