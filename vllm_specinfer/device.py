@@ -16,9 +16,9 @@ ALIGNMENT = 16
 
 def read(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
     """The values of tensors on one device, in one copy; views on a CPU."""
-    if _is_host(tensors[0].device):
+    if is_host(tensors[0].device):
         return tuple(tensor.numpy() for tensor in tensors)
-    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     found = torch.cat(parts).cpu().numpy()
     arrays, end = [], 0
     for tensor, part in zip(tensors, parts, strict=True):
@@ -32,7 +32,7 @@ def read(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
 def stage(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Arrays on the device, in one copy that nobody waits for; views on a CPU."""
     views = [torch.from_numpy(array) for array in arrays]
-    if _is_host(device):
+    if is_host(device):
         return tuple(views)
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays])
     starts = [0, *ends[:-1].tolist()]
@@ -50,15 +50,15 @@ def stage(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]
 def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
     """[S, max_model_len] int32 tokens of all slots, as they were at the last `read`.
 
-    They lie in host memory that the device writes to (vllm/v1/worker/gpu/states.py);
-    a worker without such memory is refused.
+    A GPU writes them to host memory (vllm/v1/worker/gpu/states.py); a worker without
+    such memory is refused.
     """
-    if _is_host(tokens.gpu.device):
-        return tokens.gpu.numpy()
-    return tokens._uva_buf.np
+    on_host = getattr(tokens, "_uva_buf", None)
+    return tokens.gpu.numpy() if on_host is None else on_host.np
 
 
-def _is_host(device: torch.device) -> bool:
+def is_host(device: torch.device) -> bool:
+    """Whether the device's memory is the host's."""
     return device.type == "cpu"
 
 

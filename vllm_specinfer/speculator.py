@@ -330,7 +330,8 @@ class TreeSpeculator(DraftModelSpeculator):
         trees, draws, counts, reasons = self.sources.propose(
             step, num_speculative_tokens
         )
-        drafts[step.growing] = trees.tokens
+        # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
+        drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
         self.trees = dict(zip(growing, trees.each(), strict=True))
         self.reasons = {growing[r]: reason for r, reason in reasons.items()}

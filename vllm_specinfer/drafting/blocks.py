@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specinfer.device import read, stage
+from vllm_specinfer.device import is_host, read, stage
 
 
 class HostBlocks:
@@ -26,7 +26,8 @@ class HostBlocks:
         # [S, max_blocks] int32; on a CPU the device's own.
         self.table = np.zeros(self._on_device.shape, np.int32)
         self._known = np.zeros(len(self.table), np.int32)
-        if self._on_device.is_cpu:
+        self._is_copy = not is_host(self._on_device.device)
+        if not self._is_copy:
             (self.table,) = read(self._on_device)
 
     def start(self, slot: int) -> None:
@@ -39,7 +40,7 @@ class HostBlocks:
 
     def update(self, slots: np.ndarray) -> None:
         """Bring the rows of these slots [R] up to date."""
-        if self._on_device.is_cpu:
+        if not self._is_copy:
             return
         slots = slots[self._known[slots] != self._counts[slots]]
         if not len(slots):

@@ -6,11 +6,10 @@ Nothing of vLLM is replaced: these are choices that a user could have made.
 import copy
 from typing import TYPE_CHECKING, Any
 
+from vllm_specinfer.refusals import CUDA_BACKEND
+
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
-
-# The member of vLLM's enum that is kept free for backends from outside.
-BACKEND = "CUSTOM"
 
 
 def unsupported_reason(args: "EngineArgs") -> str | None:
@@ -25,7 +24,7 @@ def unsupported_reason(args: "EngineArgs") -> str | None:
         ("attention_config.backend", args.attention_config.backend),
         ("attention_config.backend_per_kind", args.attention_config.backend_per_kind),
     ):
-        if chosen and _name(chosen) != BACKEND:
+        if chosen and _name(chosen) != CUDA_BACKEND:
             return (
                 f"{name} must be left out with method specinfer, tree attention is a "
                 f"backend of its own; got {_name(chosen)}"
@@ -42,7 +41,7 @@ def choose(args: "EngineArgs") -> None:
     args.async_scheduling = False
     logger.info("specinfer: asynchronous scheduling is off, the host waits for steps")
     if args.attention_config.backend is None:
-        args.attention_backend = BACKEND
+        args.attention_backend = CUDA_BACKEND
     if args.compilation_config.cudagraph_mode is None:
         args.compilation_config = copy.copy(args.compilation_config)
         args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer.device import read, stage
+from vllm_specinfer.device import is_host, read, stage
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
@@ -283,7 +283,7 @@ class _RowArgmax:
 
     def __call__(self, rows: list[int]) -> torch.Tensor:
         """[G, 1] int64, on the host."""
-        if self._logits.is_cpu:
+        if is_host(self._logits.device):
             # NumPy's argmax over a vocabulary is several times quicker than torch's.
             best = self._logits[rows].float().numpy().argmax(axis=-1)
             return torch.from_numpy(best[:, None])

@@ -15,7 +15,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import read, stage
-from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, uniform
+from vllm_specinfer.noise import DRAFT_NOISE_SALT, uniform
 from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws, stacked
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
