@@ -1,12 +1,11 @@
 """The worker on CUDA."""
 
 from vllm.utils.platform_utils import is_uva_available
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specinfer.worker import TreeWorker
 
 
-class SpecInferGPUWorker(TreeWorker, Worker):
+class SpecInferGPUWorker(TreeWorker):
     """vLLM's GPU worker; the host waits for every step."""
 
     def init_device(self) -> None:

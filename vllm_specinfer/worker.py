@@ -4,6 +4,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specinfer import refusals
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
@@ -12,8 +13,11 @@ from vllm_specinfer.scheduling.draft_trees import DraftTrees
 logger = init_logger(f"vllm.{__name__}")
 
 
-class TreeWorker:
-    """Put before one of vLLM's workers: tree attention, tree drafting, statistics."""
+class TreeWorker(Worker):
+    """Put before one of vLLM's workers: tree attention, tree drafting, statistics.
+
+    vLLM's CPU worker must be imported before this module.
+    """
 
     def register_attention(self) -> None:
         """Make attention layers built from now on able to run trees."""
