@@ -18,7 +18,7 @@ def read(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
     """The values of tensors on one device, in one copy; views on a CPU."""
     if is_host(tensors[0].device):
         return tuple(tensor.numpy() for tensor in tensors)
-    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    parts = [_bytes(tensor) for tensor in tensors]
     found = torch.cat(parts).cpu().numpy()
     arrays, end = [], 0
     for tensor, part in zip(tensors, parts, strict=True):
@@ -60,6 +60,12 @@ def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
 def is_host(device: torch.device) -> bool:
     """Whether the device's memory is the host's."""
     return device.type == "cpu"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Dimensions of one element may have any stride, which a view by bytes refuses.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def _numpy_type(dtype: torch.dtype) -> np.dtype:

@@ -13,6 +13,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -179,7 +180,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """Start from what an engine like this one has learned."""
         config = self.vllm_config
         self._memory = memory.file_of(
-            *(vllm.__version__, torch.get_num_threads(), config.model_config.model),
+            *(vllm.__version__, current_platform.get_device_name()),
+            *(torch.get_num_threads(), config.model_config.model),
             *(config.model_config.dtype, config.model_config.enforce_eager),
             *(config.cache_config.cache_dtype, repr(self.speculative_config)),
             self.sources.learned()["predictors"],
