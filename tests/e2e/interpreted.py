@@ -32,7 +32,7 @@ def main() -> None:
 
     from tests.e2e import engine
     from tests.e2e.device_guard import guarded
-    from tests.e2e.interpreted_worker import counted
+    from tests.e2e.interpreted_worker import counted, positions_as_captured
     from vllm_specinfer import config, plugin
 
     target, ssm, head, output = sys.argv[1:]
@@ -70,6 +70,7 @@ def main() -> None:
         mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
         # The interpreter fails on vLLM's kernel for top-k and top-p.
         mock.patch.object(topk_topp_sampler, "HAS_TRITON", False),
+        positions_as_captured(),
         guarded(launches) as guard,
         counted(lambda: guard.num_reads) as reads,
     ):

@@ -36,7 +36,8 @@ class InterpretedWorker(SpecInferCPUWorker):
         selector._cached_get_attn_backend.cache_clear()
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's GPU worker, which runs made-up steps before the first real one."""
+        """As vLLM's GPU worker: made-up steps, after what a capture of graphs does."""
+        self.model_runner.model_state.prepare_dummy_inputs(1, 1)
         warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().compile_or_warm_up_model()
 
@@ -55,3 +56,20 @@ def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
 
     with mock.patch.object(TreeSpeculator, "propose", proposed):
         yield found
+
+
+@contextmanager
+def positions_as_captured() -> Iterator[None]:
+    """Fail where a pass gets its positions from elsewhere than a graph would."""
+    from vllm_specinfer.model_state import TreeModelState
+
+    prepare_inputs = TreeModelState.prepare_inputs
+
+    def prepared(self: Any, *args: Any) -> dict[str, Any]:
+        inputs = prepare_inputs(self, *args)
+        if self._captured:
+            assert inputs["positions"].data_ptr() == self._positions.data_ptr()
+        return inputs
+
+    with mock.patch.object(TreeModelState, "prepare_inputs", prepared):
+        yield

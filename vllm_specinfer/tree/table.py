@@ -67,7 +67,7 @@ class TreeTable:
     def plan_step(
         self,
         slots: np.ndarray,
-        num_drafts: np.ndarray | None,
+        num_drafts: np.ndarray,
         query_start_loc: np.ndarray,
         num_computed: np.ndarray,
     ) -> "StepPlan | None":
@@ -82,8 +82,6 @@ class TreeTable:
         Returns:
             The plan, or None where no request has a live tree.
         """
-        if num_drafts is None:
-            return None
         query_lens = np.diff(query_start_loc[: len(slots) + 1])
         is_tree = (
             (num_drafts > 0)
