@@ -323,7 +323,7 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
     assert spec.draft_model_config.max_model_len == 256
     assert spec.target_parallel_config is engine_config.parallel_config
     assert engine_config.parallel_config.worker_cls == (
-        "vllm_specinfer.worker.SpecInferCPUWorker"
+        "vllm_specinfer.cpu_worker.SpecInferCPUWorker"
     )
     assert engine_config.scheduler_config.scheduler_cls == (
         "vllm_specinfer.scheduling.scheduler.SpecInferScheduler"

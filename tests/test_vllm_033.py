@@ -146,11 +146,12 @@ def test_the_sampler_of_draws_passes_every_flag_on(monkeypatch):
     sampler = DrawTestingSampler(SimpleNamespace(sampling_states=states))
     rows = torch.zeros(1, dtype=torch.int64)
     logits, k = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2])
-    # Top-k is applied before the draws are tested, so the parent applies none.
+    # Top-k is applied before the draws are tested, so the parent applies none, nor a
+    # fused sampler.
     token, left = sampler._sample_random(
         logits, rows, rows.numpy(), rows, k, None, False, True
     )
-    assert passed == [(None, None, False, True)]
+    assert passed == [(None, None, False, False)]
     assert token.tolist() == [2] and left.isinf().tolist() == [[True, False, False]]
 
 

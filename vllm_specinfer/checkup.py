@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_specinfer import compat, seams
+from vllm_specinfer import compat, refusals, seams
 from vllm_specinfer.plugin import DISABLE_ENV, disabled
 from vllm_specinfer.seams import VllmSource
 
@@ -121,15 +121,17 @@ def _seams(source: VllmSource) -> Iterator[str]:
 def _platform() -> Iterator[str]:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        raise RuntimeError(
-            "the platform must be a CPU, CUDA is not built yet; got "
-            f"{current_platform.device_name}"
-        )
-    yield "platform: CPU"
+    if (reason := refusals.device_reason()) is not None:
+        raise RuntimeError(reason)
+    yield f"platform: {current_platform.device_name}"
 
 
 def _kernels() -> Iterator[str]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield "kernels: Triton's, compiled when they are first used"
+        return
     from vllm_specinfer.kernels.cpu import extension
 
     library = extension.load()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-CPU_WORKER = "vllm_specinfer.worker.SpecInferCPUWorker"
-GPU_WORKER = "vllm_specinfer.worker.SpecInferGPUWorker"
+CPU_WORKER = "vllm_specinfer.cpu_worker.SpecInferCPUWorker"
+GPU_WORKER = "vllm_specinfer.gpu_worker.SpecInferGPUWorker"
 
 
 def worker_cls() -> str:

@@ -24,9 +24,9 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specinfer.attention.cpu import CPUTreeAttentionMetadataBuilder
 from vllm_specinfer.attention.metadata import TreeRows
-from vllm_specinfer.commit.compaction import commit_kv
+from vllm_specinfer.commit.paths import CommitPaths
+from vllm_specinfer.device import read, stage
 from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
@@ -42,7 +42,7 @@ class TreeAttnMetadata(ModelSpecificAttnMetadata):
         self, attn_metadata_builder: Any, num_reqs: int
     ) -> dict[str, Any]:
         """Keyword arguments for one builder; none for builders of others."""
-        if isinstance(attn_metadata_builder, CPUTreeAttentionMetadataBuilder):
+        if getattr(attn_metadata_builder, "takes_trees", False):
             return {"tree": self._rows}
         return {}
 
@@ -75,10 +75,13 @@ class TreeModelState(DefaultModelState):
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
         # One persistent buffer, so that captured graphs may read it.
-        self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64)
+        self._positions = torch.zeros(
+            self.max_num_tokens, dtype=torch.int64, device=device
+        )
+        self._captured = False
         self._block_tables: BlockTables | None = None
-        # The target's attention layers, per KV cache group.
-        self._layers: list[list[nn.Module]] = []
+        # Per KV cache group that has layers of the target.
+        self._commits: dict[int, CommitPaths] = {}
 
     def plan_of(self, input_batch: InputBatch) -> StepPlan | None:
         """The plan made for exactly this batch; dummy batches have none."""
@@ -101,12 +104,13 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         """Remember whose K/V is to be committed."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        layers = self.vllm_config.compilation_config.static_forward_context
+        found = self.vllm_config.compilation_config.static_forward_context
         self._block_tables = block_tables
-        self._layers = [
-            [layers[n] for n in group.layer_names if n not in self._draft_layer_names]
-            for group in kv_cache_config.kv_cache_groups
-        ]
+        self._commits = {}
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            names = (n for n in group.layer_names if n not in self._draft_layer_names)
+            if layers := [found[name] for name in names]:
+                self._commits[group_id] = layers[0].impl.commit_paths_of(layers)
 
     def preprocess_state(
         self,
@@ -119,24 +123,29 @@ class TreeModelState(DefaultModelState):
         super().preprocess_state(
             input_batch, block_tables, kv_cache_config, num_computed_tokens
         )
-        slots = input_batch.idx_mapping_np
-        plan = self._trees.plan_step(
-            slots,
-            input_batch.num_draft_tokens_per_req,
-            input_batch.query_start_loc_np,
-            num_computed_tokens.numpy()[slots],
-        )
+        plan = None
+        if input_batch.num_draft_tokens_per_req is not None:
+            slots = input_batch.idx_mapping_np
+            (num_computed,) = read(num_computed_tokens)
+            plan = self._trees.plan_step(
+                slots,
+                input_batch.num_draft_tokens_per_req,
+                input_batch.query_start_loc_np,
+                num_computed[slots],
+            )
         self._planned = (input_batch, plan)
 
     def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
         """vLLM's attention metadata, with the visibility of tree rows."""
         plan = self.plan_of(input_batch)
         if plan is not None:
-            bits = plan.ancestor_bits(input_batch.num_tokens)
             rows = TreeRows(
-                is_tree=torch.from_numpy(plan.is_tree),
-                context_lens=torch.from_numpy(plan.root_positions.astype(np.int32)),
-                ancestor_bits=torch.from_numpy(bits),
+                *stage(
+                    self.device,
+                    plan.is_tree,
+                    plan.root_positions.astype(np.int32),
+                    plan.ancestor_bits(input_batch.num_tokens),
+                ),
                 all_tree=plan.all_tree,
             )
             kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(rows)
@@ -148,18 +157,32 @@ class TreeModelState(DefaultModelState):
         """Model inputs, with positions by depth (siblings share one)."""
         inputs = super().prepare_inputs(input_batch, req_states)
         plan = self.plan_of(input_batch)
-        if plan is None:
+        if plan is None and not self._captured:
             return inputs
         positions = self._positions[: input_batch.num_tokens_after_padding]
-        positions.copy_(input_batch.positions)
-        plan.fill_positions(positions.numpy())
+        if plan is None:
+            positions.copy_(input_batch.positions)
+        else:
+            (planned,) = stage(self.device, plan.positions())
+            positions[: len(planned)].copy_(planned, non_blocking=True)
         return {**inputs, "positions": positions}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """Model inputs that a graph is captured with: every step must fill them."""
+        self._captured = True
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        return {**inputs, "positions": self._positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
         self._bind_sampler(sampler)
         return sampler, TreeSampler(
-            sampler, self.plan_of, self.commit, self._on_time, self._verification
+            sampler,
+            self.plan_of,
+            self._positions,
+            self.commit,
+            self._on_time,
+            self._verification,
         )
 
     def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
@@ -170,19 +193,16 @@ class TreeModelState(DefaultModelState):
             accepted: Per batch index the accepted rows, from depth 1 down.
         """
         started = time.perf_counter()
-        sources, targets = [], []
+        roots, paths = [], []
         for i, path in accepted.items():
             slot = int(input_batch.idx_mapping_np[i])
             req_id = input_batch.req_ids[i]
             self._on_verified(req_id, slot, [row - 1 for row in path])
-            start = int(input_batch.query_start_loc_np[i])
-            for depth, row in enumerate(path, start=1):
-                if row != depth:
-                    sources.append(start + row)
-                    targets.append(start + depth)
-        for group_id, layers in enumerate(self._layers):
-            if sources and layers:
-                slots = self._block_tables.slot_mappings[group_id]
-                caches = [layer.kv_cache for layer in layers]
-                commit_kv(caches, slots[sources], slots[targets], layers[0].isa)
+            # Rows rise: the last one is in its place where all are.
+            if path and path[-1] != len(path):
+                roots.append(int(input_batch.query_start_loc_np[i]))
+                paths.append(path)
+        if paths:
+            for group_id, commit in self._commits.items():
+                commit(self._block_tables.slot_mappings[group_id], roots, paths)
         self._on_time(COMMIT, time.perf_counter() - started)

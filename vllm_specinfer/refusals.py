@@ -5,14 +5,19 @@ end asks them all before it changes anything; the worker asks again through
 ``check_vllm_config``, because a config need not come from engine arguments.
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
+CUDA_ENV = "VLLM_SPECINFER_CUDA"
+# The member of vLLM's enum that is kept free for backends from outside.
+CUDA_BACKEND = "CUSTOM"
+
 PLAIN_KV_DTYPES = ("auto", "float16", "bfloat16")
-FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 
 _SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
@@ -26,6 +31,26 @@ def runner_reason() -> str | None:
         return (
             "VLLM_USE_V2_MODEL_RUNNER must be 1 or unset, the V1 runner would draft "
             "a chain; got 0"
+        )
+    return None
+
+
+def device_reason() -> str | None:
+    """Why the platform cannot run trees, or None."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        return (
+            "the platform must be a CPU, or CUDA as an experiment, for method "
+            f"specinfer; got {current_platform.device_name}"
+        )
+    value = os.environ.get(CUDA_ENV)
+    if value in (None, "", "0"):
+        return (
+            f"{CUDA_ENV} must be 1 for method specinfer on CUDA, which is an "
+            f"experiment and has never been run on a GPU; got {value!r}"
         )
     return None
 
@@ -209,6 +234,9 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
             "the speculative config must be a SpecInferConfig for this worker; got "
             f"{type(spec).__name__}"
         )
+    refuse(device_reason())
+    if not current_platform.is_cpu():
+        refuse(_cuda_reason(vllm_config))
     refuse(runner_reason())
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
@@ -241,6 +269,21 @@ def refuse(reason: str | None) -> None:
     """Raise a reason, if there is one."""
     if reason is not None:
         raise ValueError(reason)
+
+
+def _cuda_reason(vllm_config: "VllmConfig") -> str | None:
+    backend = vllm_config.attention_config.backend
+    if backend is None or backend.name != CUDA_BACKEND:
+        return (
+            f"the attention backend must be {CUDA_BACKEND} for method specinfer on "
+            f"CUDA; got {backend and backend.name}"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        return (
+            "async_scheduling must be off for method specinfer on CUDA, where the host "
+            "waits for every step; got True"
+        )
+    return None
 
 
 def _must_be_out(name: str, why: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, replace
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -26,6 +28,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
+from vllm_specinfer.device import read, stage, token_rows
 from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.lookup import LookupSource
@@ -178,7 +181,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """Start from what an engine like this one has learned."""
         config = self.vllm_config
         self._memory = memory.file_of(
-            *(vllm.__version__, torch.get_num_threads(), config.model_config.model),
+            *(vllm.__version__, current_platform.get_device_name()),
+            *(torch.get_num_threads(), config.model_config.model),
             *(config.model_config.dtype, config.model_config.enforce_eager),
             *(config.cache_config.cache_dtype, repr(self.speculative_config)),
             self.sources.learned()["predictors"],
@@ -214,7 +218,7 @@ class TreeSpeculator(DraftModelSpeculator):
         before = set(layers)
         with set_model_tag(name):
             model = get_model(vllm_config=vllm_config, prefix=name)
-        return NeuralSSM(model, vllm_config, set(layers) - before)
+        return NeuralSSM(model, vllm_config, set(layers) - before, self.device)
 
     def _load_head(self, model_config: ModelConfig, target: nn.Module) -> EagleHead:
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -224,7 +228,11 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.speculative_config.reads_layers:
             width = model.model.fc.input_size
         return EagleHead(
-            model, self._config_of(model_config), set(layers) - before, width
+            model,
+            self._config_of(model_config),
+            set(layers) - before,
+            self.device,
+            width,
         )
 
     def set_attn(
@@ -240,10 +248,16 @@ class TreeSpeculator(DraftModelSpeculator):
         vLLM's own version builds all groups with one config; SSMs differ in theirs.
         """
         bound = [
-            source.ssm.bind(kv_cache_config, block_tables, self.device)
+            source.ssm.bind(kv_cache_config, block_tables)
             for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
+
+    def forget_blocks(self, slots: Collection[int]) -> None:
+        """Requests in these slots have given blocks back."""
+        for source in self.sources.ssms:
+            for slot in slots:
+                source.ssm.forget_blocks(slot)
 
     def _start_request(self, slot: int, request: NewRequestData) -> None:
         self._started = True
@@ -306,14 +320,14 @@ class TreeSpeculator(DraftModelSpeculator):
                 source.ssm.dummy_forward(
                     input_batch.input_ids[:n], input_batch.positions[:n]
                 )
-            return torch.from_numpy(drafts)
+            return stage(self.device, drafts)[0]
         started = time.perf_counter()
         states = None
         if self.speculative_config.reads_layers:
             states = torch.cat(aux_hidden_states, dim=-1)
         elif self.speculative_config.reads_states:
             states = last_hidden_states
-        step = self._step(input_batch, num_sampled.numpy(), states)
+        step = self._step(input_batch, num_sampled, states)
         if step.decodes_only:
             seconds = time.perf_counter() - self._finished_at
             num_rows = input_batch.num_tokens
@@ -325,40 +339,54 @@ class TreeSpeculator(DraftModelSpeculator):
         trees, draws, counts, reasons = self.sources.propose(
             step, num_speculative_tokens
         )
-        drafts[step.growing] = trees.tokens
+        # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
+        drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
         self.trees = dict(zip(growing, trees.each(), strict=True))
         self.reasons = {growing[r]: reason for r, reason in reasons.items()}
         self._trees.write(
-            step.slots[step.growing], trees.parents, step.roots.roots, draws
+            step.slots[step.growing],
+            trees.tokens,
+            trees.parents,
+            step.roots.roots,
+            draws,
         )
         self._stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         self._on_time(DRAFT, self._finished_at - started)
-        return torch.from_numpy(drafts)
+        return stage(self.device, drafts)[0]
 
     def _step(
         self,
         input_batch: InputBatch,
-        num_sampled: np.ndarray,
+        num_sampled: torch.Tensor,
         states: torch.Tensor | None,
     ) -> DraftStep:
         requests, slots = self._req_states, input_batch.idx_mapping_np
-        total = requests.total_len.gpu.numpy()[slots].astype(np.int64)
-        computed = requests.num_computed_tokens.gpu.numpy()[slots].astype(np.int64)
+        total, computed, sampled, positions = read(
+            requests.total_len.gpu,
+            requests.num_computed_tokens.gpu,
+            num_sampled,
+            input_batch.positions,
+        )
+        total = total[slots].astype(np.int64)
+        computed = computed[slots].astype(np.int64)
         num_tokens = np.minimum(total, computed + 1)
-        growing = np.flatnonzero(num_sampled > 0)
+        growing = np.flatnonzero(sampled > 0)
         started, self._started = self._started, False
         state_starts = None
         if states is not None:
-            rows, state_starts = self._rows_that_stay(input_batch, computed)
-            states = states[torch.from_numpy(rows)]
+            starts = input_batch.query_start_loc_np[: len(slots)]
+            counts = computed - positions[starts]
+            rows = self._rows_that_stay(slots, starts, counts)
+            state_starts = np.concatenate([[0], np.cumsum(counts)])
+            states = states[stage(self.device, rows)[0]]
         return DraftStep(
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
             roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
-            all_token_ids=requests.all_token_ids.gpu.numpy(),
+            all_token_ids=token_rows(requests.all_token_ids),
             decodes_only=not started
             and len(growing) == len(slots)
             and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
@@ -368,25 +396,19 @@ class TreeSpeculator(DraftModelSpeculator):
         )
 
     def _rows_that_stay(
-        self, input_batch: InputBatch, computed: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         """Rows of the target's pass whose tokens are in the text, in its order.
 
         Args:
-            input_batch: The verified batch.
-            computed: [B] tokens of the target's K/V after it.
-
-        Returns:
-            The rows, and [B + 1] where each request's begin among them.
+            slots: [B] request slots.
+            starts: [B] first row of each request.
+            counts: [B] how many of its tokens the pass computed and kept.
         """
-        starts = input_batch.query_start_loc_np[: input_batch.num_reqs]
-        counts = computed - input_batch.positions.numpy()[starts]
         rows = []
-        for slot, start, count in zip(
-            input_batch.idx_mapping_np.tolist(), starts, counts, strict=True
-        ):
+        for slot, start, count in zip(slots.tolist(), starts, counts, strict=True):
             path = self._accepted.get(slot)
             below = range(count - 1) if path is None else path
             rows.append(start + np.array([0, *(node + 1 for node in below)]))
         self._accepted.clear()
-        return np.concatenate(rows), np.concatenate([[0], np.cumsum(counts)])
+        return np.concatenate(rows)

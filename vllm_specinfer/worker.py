@@ -1,15 +1,13 @@
-"""Workers: the one place where the speculator enters vLLM's runner."""
+"""What specinfer adds to a worker: where the speculator enters vLLM's runner."""
 
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specinfer import refusals
-from vllm_specinfer.hooks import cpu_v2
-from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 
@@ -17,22 +15,29 @@ from vllm_specinfer.scheduling.draft_trees import DraftTrees
 logger = init_logger(f"vllm.{__name__}")
 
 
-class SpecInferCPUWorker(CPUWorker):
-    """vLLM's CPU worker with Model Runner V2, tree attention and tree drafting."""
+class TreeWorker(Worker):
+    """Put before one of vLLM's workers: tree attention, tree drafting, statistics.
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        cpu_v2.enable_in_worker()
-        super().__init__(vllm_config, *args, **kwargs)
+    vLLM's CPU worker must be imported before this module.
+    """
+
+    def register_attention(self) -> None:
+        """Make attention layers built from now on able to run trees."""
+        raise NotImplementedError
+
+    @property
+    def attention_summary(self) -> str:
+        """Which tree attention runs, for the log."""
+        raise NotImplementedError
 
     def init_device(self) -> None:
         """Build the runner, then put the tree speculator into it."""
-        from vllm_specinfer.attention import cpu as cpu_attention
         from vllm_specinfer.lora import TreeLoraState
         from vllm_specinfer.speculator import TreeSpeculator
 
         refusals.check_vllm_config(self.vllm_config)
         # Before the model is built: vLLM caches the backend per process.
-        cpu_attention.register()
+        self.register_attention()
         super().init_device()
         runner = self.model_runner
         runner.speculator = TreeSpeculator(
@@ -52,9 +57,9 @@ class SpecInferCPUWorker(CPUWorker):
         layers = self.vllm_config.compilation_config.static_forward_context
         refusals.refuse(refusals.layer_reason(layers.items()))
         logger.info_once(
-            "specinfer: %s; tree attention CPU_ATTN, %s",
+            "specinfer: %s; tree attention %s",
             self.vllm_config.speculative_config.summary,
-            "C++ kernels" if extension.load() else "plain torch without C++ kernels",
+            self.attention_summary,
             scope="global",
         )
 
@@ -62,7 +67,9 @@ class SpecInferCPUWorker(CPUWorker):
         """Run the target; first, blocks that trees gave back leave the tables."""
         tables = self.model_runner.block_tables
         slots = self.model_runner.req_states.req_id_to_index
-        blocks.shorten(tables, slots, getattr(scheduler_output, "kept_blocks", {}))
+        if kept := getattr(scheduler_output, "kept_blocks", None):
+            blocks.shorten(tables, slots, kept)
+            self.model_runner.speculator.forget_blocks([slots[r] for r in kept])
         output = super().execute_model(scheduler_output)
         expected = getattr(scheduler_output, "block_ids", {})
         invariants.check_tables(tables, slots, expected)

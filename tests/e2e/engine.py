@@ -94,12 +94,11 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_specinfer import model_state, speculator
+    from vllm_specinfer import model_state, noise, speculator
     from vllm_specinfer.drafting import children
     from vllm_specinfer.drafting.eagle import EagleHead
     from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
-    from vllm_specinfer.kernels.cpu import gumbel
     from vllm_specinfer.scheduling.budget import Budget, LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
@@ -224,7 +223,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     joined = sampler.joined
     choose = children.ChildChooser.choose
     output = sampler.TreeSampler._output
-    prefix = gumbel._prefix
+    prefix = noise.prefix
     return {
         "mask": lambda: mock.patch.object(StepPlan, "ancestor_bits", causal_mask),
         "position": lambda: mock.patch.object(
@@ -237,7 +236,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             sampler.TreeSampler, "_look_back", lambda self, slots: [False] * len(slots)
         ),
         "noise": lambda: mock.patch.object(
-            gumbel, "_prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
+            noise, "prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
         ),
         "chain_grammar": lambda: mock.patch.object(
             SpecInferScheduler,

@@ -18,7 +18,7 @@ import numpy as np
 
 from tests.e2e import engine
 from vllm_specinfer import assets
-from vllm_specinfer.kernels.cpu.gumbel import gumbel_noise
+from vllm_specinfer.noise import gumbel_noise
 
 POOL = Path(__file__).parents[2] / "examples" / "pools" / "smollm2-135m"
 ROUNDING = 1e-3

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from vllm_specinfer import noise
 from vllm_specinfer.kernels.cpu import extension, gumbel
 
 
 def draw(logits, seed, pos):
     """Winner and value, with the noise of every token."""
-    values = logits + gumbel.gumbel_noise(seed, pos, np.arange(len(logits)))
+    values = logits + noise.gumbel_noise(seed, pos, np.arange(len(logits)))
     winner = int(values.argmax())
     return winner, float(values[winner])
 

@@ -6,7 +6,7 @@ import torch
 import verification_cases as cases
 from interpreter import outputs_of
 
-from vllm_specinfer.kernels.cpu.gumbel import uniform
+from vllm_specinfer.noise import uniform
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 from vllm_specinfer.verify.stochastic import TEST_SALT, verify_draws
 from vllm_specinfer.verify.walk import TreeWalk

@@ -20,8 +20,8 @@ class Tables(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = TreeTable(SLOTS, NODES)
-        # Root position, parents and draws of live trees.
-        self.live: dict[int, tuple[int, np.ndarray, dict]] = {}
+        # Root position, tokens, parents and draws of live trees.
+        self.live: dict[int, tuple[int, np.ndarray, np.ndarray, dict]] = {}
 
     @rule(slots=some_slots, data=st.data())
     def write(self, slots, data):
@@ -31,8 +31,11 @@ class Tables(RuleBasedStateMachine):
         parents = rng.integers(ROOT, np.arange(NODES), shape, np.int32)
         roots = rng.integers(0, 4, len(slots))
         draws = [{ROOT: [], slot: []} for slot in slots]
-        self.table.write(np.array(slots), parents, roots, draws)
-        for slot, *tree in zip(slots, roots.tolist(), parents, draws, strict=True):
+        tokens = rng.integers(0, 1000, shape)
+        self.table.write(np.array(slots), tokens, parents, roots, draws)
+        for slot, *tree in zip(
+            slots, roots.tolist(), tokens, parents, draws, strict=True
+        ):
             self.live[slot] = tuple(tree)
 
     @rule(slots=some_slots)
@@ -71,14 +74,16 @@ class Tables(RuleBasedStateMachine):
         assert plan.is_tree.tolist() == expected
         assert plan.all_tree == all(expected)
         total = int(starts[-1])
-        positions, bits = np.full(total, -7), plan.ancestor_bits(total)
-        plan.fill_positions(positions)
+        positions, bits = plan.positions(), plan.ancestor_bits(total)
+        assert len(positions) == total
         for i, slot in enumerate(slots):
             rows = slice(starts[i], starts[i + 1])
             if not expected[i]:
-                assert (positions[rows] == -7).all() and not bits[rows].any()
+                flat = np.arange(starts[i + 1] - starts[i]) + computed[i]
+                assert (positions[rows] == flat).all() and not bits[rows].any()
                 continue
-            root, parents, _ = self.live[slot]
+            root, tokens, parents, _ = self.live[slot]
+            assert (self.table.tokens[slot] == tokens).all()
             tree = TokenTree(np.arange(NODES), parents).truncate(drafts[i])
             assert positions[rows].tolist() == [root, *(root + tree.depths)]
             words = tree.ancestor_bits.shape[1]
@@ -88,7 +93,7 @@ class Tables(RuleBasedStateMachine):
     @invariant()
     def slots_hold_what_was_written_last(self):
         for slot in range(SLOTS):
-            root, _, draws = self.live.get(slot, (NO_TREE, None, None))
+            root, *_, draws = self.live.get(slot, (NO_TREE, None))
             assert self.table.root_positions[slot] == root
             assert draws is None or self.table.draws[slot] is draws
 

@@ -30,6 +30,7 @@ from vllm.v1.attention.backends.registry import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.commit.compaction import CPUCommit
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
@@ -50,6 +51,9 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
 
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Builds `TreeAttentionMetadata`."""
+
+    # `build` has the argument `tree`.
+    takes_trees = True
 
     def __init__(
         self,
@@ -86,15 +90,20 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         Returns:
             vLLM's metadata where nothing is to run on our kernel.
         """
-        common = common_attn_metadata
         if self._runs_chains:
-            tree = _with_chains(common, tree)
-        if tree is None or not tree.all_tree:
-            stock = super().build(common_prefix_len, common, fast_build)
-            if tree is None:
-                return stock
-            values = {f.name: getattr(stock, f.name) for f in fields(stock)}
-            return TreeAttentionMetadata(**values, tree=tree)
+            tree = _with_chains(common_attn_metadata, tree)
+        if tree is not None and tree.all_tree:
+            return self.build_level(common_attn_metadata, tree)
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if tree is None:
+            return stock
+        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
+        return TreeAttentionMetadata(**values, tree=tree)
+
+    def build_level(
+        self, common: CommonAttentionMetadata, tree: TreeRows
+    ) -> TreeAttentionMetadata:
+        """Metadata for a pass over trees alone, such as a level of growing ones."""
         return TreeAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -145,6 +154,9 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
     Layers that cannot run trees are refused when the models are loaded
     (`refusals.layer_reason`).
     """
+
+    # How the layers' caches are committed.
+    commit_paths_of = CPUCommit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -3,8 +3,7 @@
 Steps without a tree and steps with a prefill run on vLLM's kernel, where the rows of
 trees are then run again by ours. A step whose requests all have as few rows as a tree
 may have runs on ours alone, trees and causal rows in one launch; so do captured graphs,
-which find the trees of a step in buffers that the builder fills. No engine uses this
-backend yet; CUDA is not supported in this version.
+which find the trees of a step in buffers that the builder fills. Not yet run on a GPU.
 """
 
 from dataclasses import dataclass, fields
@@ -34,6 +33,7 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.commit.cuda import CUDACommit
 from vllm_specinfer.kernels.triton.tree_attention import WORD_BITS, tree_attention
 from vllm_specinfer.tree.token_tree import num_words
 
@@ -52,6 +52,8 @@ class TreeAttentionMetadata(TritonAttentionMetadata):
 class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     """Builds `TreeAttentionMetadata` over buffers that outlive the step."""
 
+    # `build` has the argument `tree`.
+    takes_trees = True
     # Prefills run on vLLM's kernel, so a graph holds verification or decoding only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -117,7 +119,18 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 self._holds_trees = False
             return stock
         self._stage(tree)
-        return self._with_trees(stock)
+        return self._with_trees(stock, self._trees)
+
+    def build_level(
+        self, common: CommonAttentionMetadata, tree: TreeRows
+    ) -> TreeAttentionMetadata:
+        """Metadata for a pass over trees alone, such as a level of growing ones.
+
+        Args:
+            common: As in vLLM.
+            tree: The trees, on the device; no graph reads them, so they stay there.
+        """
+        return self._with_trees(super().build(0, common), tree)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -131,7 +144,9 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             vLLM's metadata where requests may have more rows than a tree.
         """
         stock = super().build_for_cudagraph_capture(common_attn_metadata)
-        return self._with_trees(stock) if self._fits(stock) else stock
+        if stock.max_query_len > _most_rows(self._trees):
+            return stock
+        return self._with_trees(stock, self._trees)
 
     def _stage(self, tree: TreeRows) -> None:
         trees = self._trees
@@ -147,18 +162,25 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         trees.ancestor_bits[:num_rows].copy_(tree.ancestor_bits, non_blocking=True)
         self._holds_trees = True
 
-    def _fits(self, stock: TritonAttentionMetadata) -> bool:
-        return stock.max_query_len <= self._trees.ancestor_bits.shape[1] * WORD_BITS
-
-    def _with_trees(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
+    def _with_trees(
+        self, stock: TritonAttentionMetadata, tree: TreeRows
+    ) -> TreeAttentionMetadata:
         values = {f.name: getattr(stock, f.name) for f in fields(stock)}
         return TreeAttentionMetadata(
-            **values, tree=self._trees, all_rows=self._fits(stock)
+            **values, tree=tree, all_rows=stock.max_query_len <= _most_rows(tree)
         )
+
+
+def _most_rows(tree: TreeRows) -> int:
+    """Rows that a request may have for our kernel to run them."""
+    return tree.ancestor_bits.shape[1] * WORD_BITS
 
 
 class CUDATreeAttentionImpl(TritonAttentionImpl):
     """Runs tree rows through `tree_attention`, prefills through vLLM."""
+
+    # How the layers' caches are committed.
+    commit_paths_of = CUDACommit
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

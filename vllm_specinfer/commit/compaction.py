@@ -1,4 +1,4 @@
-"""K/V commit: the accepted path moves to consecutive slots in every layer.
+"""K/V commit on a CPU: the accepted path moves to consecutive slots in every layer.
 
 Dimension legend: L layers, M moved tokens, P positions per block.
 """
@@ -6,9 +6,36 @@ Dimension legend: L layers, M moved tokens, P positions per block.
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
+
+
+class CPUCommit:
+    """`CommitPaths` for caches as vLLM's CPU kernels arrange them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Serve these layers, at least one."""
+        self._layers = layers
+
+    def __call__(
+        self,
+        slot_mapping: torch.Tensor,
+        roots: Sequence[int],
+        paths: Sequence[Sequence[int]],
+    ) -> None:
+        """As `CommitPaths` says."""
+        sources, targets = [], []
+        for root, path in zip(roots, paths, strict=True):
+            for depth, row in enumerate(path, start=1):
+                if row != depth:
+                    sources.append(root + row)
+                    targets.append(root + depth)
+        if sources:
+            caches = [layer.kv_cache for layer in self._layers]
+            isa = self._layers[0].isa
+            commit_kv(caches, slot_mapping[sources], slot_mapping[targets], isa)
 
 
 def commit_kv(

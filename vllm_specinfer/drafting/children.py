@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, gumbel_noise, uniform
+from vllm_specinfer.noise import DRAFT_NOISE_SALT, gumbel_noise, uniform
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 
 NUM_CANDIDATES = 128

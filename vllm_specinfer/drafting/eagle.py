@@ -18,6 +18,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 
+from vllm_specinfer.device import stage
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -33,6 +34,7 @@ class EagleHead(NeuralSSM):
         model: nn.Module,
         vllm_config: VllmConfig,
         layer_names: set[str],
+        device: torch.device,
         width: int,
     ) -> None:
         """Wrap a loaded head; `bind` must follow before it drafts.
@@ -41,9 +43,10 @@ class EagleHead(NeuralSSM):
             model: vLLM's model of the head.
             vllm_config: The config to run forward passes under.
             layer_names: Its attention layers.
+            device: The worker's device.
             width: Of what it reads of each token's states (D).
         """
-        super().__init__(model, vllm_config, layer_names)
+        super().__init__(model, vllm_config, layer_names, device)
         self._width = width
         self._most_kept = self._scheduler_config.max_num_batched_tokens
         self._dtype = vllm_config.model_config.dtype
@@ -87,7 +90,9 @@ class EagleHead(NeuralSSM):
         return self._combined(torch.cat(parts))
 
     def _zeros(self, num_rows: int) -> torch.Tensor:
-        return torch.zeros(num_rows, self._width, dtype=self._dtype)
+        return torch.zeros(
+            num_rows, self._width, dtype=self._dtype, device=self._device
+        )
 
     def _combined(self, states: torch.Tensor) -> torch.Tensor:
         """[F, H] of [F, D]: EAGLE-3 mixes the states of several layers."""
@@ -107,7 +112,7 @@ class EagleHead(NeuralSSM):
         return self._combined(self._zeros(num_rows))
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor:
-        return self._own[torch.from_numpy(frontier.parents)]
+        return self._own[stage(self._device, frontier.parents)[0]]
 
     def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         self._own = self._own[rows]

@@ -8,6 +8,9 @@ first `_num_caught_up` rows; a growing tree uses the slots after the last row as
 scratch, which the next catch-up pass overwrites.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -21,8 +24,9 @@ from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specinfer.attention.cpu import TreeAttentionMetadata
 from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.device import read, stage
+from vllm_specinfer.drafting.blocks import HostBlocks
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
 from vllm_specinfer.drafting.source import DraftStep
@@ -38,7 +42,11 @@ class NeuralSSM:
     lookahead = 0
 
     def __init__(
-        self, model: nn.Module, vllm_config: VllmConfig, layer_names: set[str]
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        layer_names: set[str],
+        device: torch.device,
     ) -> None:
         """Wrap a loaded model; `bind` must follow before it drafts.
 
@@ -46,8 +54,10 @@ class NeuralSSM:
             model: Any vLLM decoder with the target's vocabulary.
             vllm_config: The config to run forward passes under.
             layer_names: Its attention layers.
+            device: The worker's device.
         """
         self.model = model
+        self._device = device
         self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
@@ -61,14 +71,12 @@ class NeuralSSM:
         self,
         kv_cache_config: KVCacheConfig,
         block_tables: BlockTables,
-        device: torch.device,
     ) -> list[list[AttentionGroup]]:
         """Bind the model to the allocated KV cache; may be called again.
 
         Args:
             kv_cache_config: The engine's KV cache.
             block_tables: The runner's block tables.
-            device: The worker's device.
 
         Returns:
             The SSM's attention groups, per KV cache group.
@@ -80,7 +88,7 @@ class NeuralSSM:
         attn_groups, _, _ = init_attn_backend(
             kv_cache_config,
             self._vllm_config,
-            device,
+            self._device,
             active_layer_names=self._layer_names,
         )
         used = [i for i, groups in enumerate(attn_groups) if groups]
@@ -91,7 +99,8 @@ class NeuralSSM:
             )
         self._groups = attn_groups[used[0]]
         self._group_id = used[0]
-        self._block_tables = block_tables
+        self._input_blocks = block_tables.input_block_tables[used[0]]
+        self._blocks = HostBlocks(block_tables, used[0])
         self._block_size = block_tables.block_sizes[used[0]]
         self._written = WrittenBlocks(
             kv_cache_config.num_blocks,
@@ -102,16 +111,21 @@ class NeuralSSM:
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
+        self.forget_blocks(slot)
         first, last = self.lookahead, request.num_computed_tokens + self.lookahead
         cached = request.prefill_token_ids[first:last]
         self._num_caught_up[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
         )
 
+    def forget_blocks(self, slot: int) -> None:
+        """The slot's request does not hold the blocks any more that it held."""
+        self._blocks.forget(slot)
+
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """[R] scratch slots after the last row that the request owns."""
-        held = self._block_tables.num_blocks.np[self._group_id, slots]
-        most = np.minimum(held * self._block_size, self.max_model_len)
+        held = self._blocks.held(slots) * self._block_size
+        most = np.minimum(held, self.max_model_len)
         return most - num_tokens + self.lookahead
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -139,31 +153,46 @@ class NeuralSSM:
         if not len(part):
             return torch.empty(0, 0)
         slots, first, counts = slots[part], first[part], counts[part]
+        self._blocks.update(slots)
         starts = np.zeros(len(part) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         row_slots = np.repeat(slots, counts)
         tokens = step.all_token_ids[row_slots, positions + self.lookahead]
         kv_slots = self._kv_slots(row_slots, positions)
-        metadata = self._causal_metadata(
-            part, starts, num_rows[part].astype(np.int32), positions, kv_slots
-        )
-        wanted = torch.from_numpy(starts[1:] - 1)[np.searchsorted(part, growing)]
-        hidden = self._run(
-            torch.from_numpy(tokens),
-            torch.from_numpy(positions),
-            metadata,
+        seq_lens = num_rows[part].astype(np.int32)
+        ids, at, cells, begins, lengths, batch_rows, last = stage(
+            self._device,
+            tokens,
+            positions,
             kv_slots,
-            self._states(slots, counts),
+            starts,
+            seq_lens,
+            part,
+            (starts[1:] - 1)[np.searchsorted(part, growing)],
         )
+        common = CommonAttentionMetadata(
+            query_start_loc=begins,
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=lengths,
+            max_seq_len=int(seq_lens.max()),
+            num_reqs=len(part),
+            num_actual_tokens=len(positions),
+            max_query_len=int(counts.max()),
+            block_table_tensor=self._input_blocks[batch_rows],
+            slot_mapping=cells,
+            positions=at,
+        )
+        metadata = self._metadata(lambda builder: builder.build(0, common))
+        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
+        hidden = self._run(ids, at, metadata, cells, self._states(slots, counts))
         self._num_caught_up[slots] = num_rows[part]
-        table = self._block_tables.block_tables[self._group_id].gpu.numpy()
         size = self._block_size
         for i in np.flatnonzero(first // size < num_rows[part] // size):
             slot = int(slots[i])
             known = step.all_token_ids[slot, self.lookahead : step.num_tokens[part[i]]]
-            self._written.complete(slot, table[slot], known)
-        return self._last(hidden, wanted)
+            self._written.complete(slot, self._blocks.table[slot], known)
+        return self._last(hidden, last)
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
@@ -184,85 +213,61 @@ class NeuralSSM:
         counts = np.bincount(requests, minlength=len(slots))
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
+        seq_lens = num_rows.astype(np.int32)
         flat = num_rows[requests] + frontier.scratch
-        used = np.zeros(len(slots), np.int32)
-        np.maximum.at(used, requests, frontier.scratch.astype(np.int32) + 1)
+        np.maximum.at(seq_lens, requests, flat.astype(np.int32) + 1)
         kv_slots = self._kv_slots(slots[requests], flat)
-        context = torch.from_numpy(num_rows.astype(np.int32))
-        seq_lens = context + torch.from_numpy(used)
-        metadata = TreeAttentionMetadata(
+        ids, at, cells, begins, lengths, *tree = stage(
+            self._device,
+            frontier.tokens.astype(np.int32),
+            # A node's position id is its depth, not its scratch slot.
+            num_rows[requests] - 1 + frontier.depth,
+            kv_slots,
+            starts,
+            seq_lens,
+            np.ones(len(slots), bool),
+            num_rows.astype(np.int32),
+            frontier.ancestor_bits,
+        )
+        common = CommonAttentionMetadata(
+            query_start_loc=begins,
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=lengths,
+            max_seq_len=int(seq_lens.max()),
+            num_reqs=len(slots),
             num_actual_tokens=len(requests),
             max_query_len=int(counts.max()),
-            query_start_loc=torch.from_numpy(starts),
-            max_seq_len=self.max_model_len,
-            seq_lens=seq_lens,
-            block_table=self._rows_of_block_table(slots),
-            slot_mapping=torch.from_numpy(kv_slots),
-            scheduler_metadata=None,
-            tree=TreeRows(
-                is_tree=torch.ones(len(slots), dtype=torch.bool),
-                context_lens=context,
-                ancestor_bits=torch.from_numpy(frontier.ancestor_bits),
-                all_tree=True,
-            ),
+            block_table_tensor=self._blocks.rows(slots),
+            slot_mapping=cells,
+            positions=at,
         )
-        # A node's position id is its depth, not its scratch slot.
-        positions = num_rows[requests] - 1 + frontier.depth
-        return self._run(
-            torch.from_numpy(frontier.tokens.astype(np.int32)),
-            torch.from_numpy(positions),
-            dict.fromkeys(self._layer_names, metadata),
-            kv_slots,
-            self._states_of_parents(frontier),
-        )
+        rows = TreeRows(*tree, all_tree=True)
+        metadata = self._metadata(lambda builder: builder.build_level(common, rows))
+        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
+        states = self._states_of_parents(frontier)
+        return self._run(ids, at, metadata, cells, states)
 
     def likeliest(
         self, hidden: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Likeliest next tokens: float32 log-probabilities [F, M], int64 ids [F, M]."""
-        values, tokens = self._head.likeliest(hidden, count)
-        return values.numpy(), tokens.numpy()
-
-    def _rows_of_block_table(self, slots: np.ndarray) -> torch.Tensor:
-        return self._block_tables.block_tables[self._group_id].gpu[
-            torch.from_numpy(slots)
-        ]
+        return read(*self._head.likeliest(hidden, count))
 
     def _kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """KV cache slots of flat positions; PAD where the request owns none."""
         size = self._block_size
-        table = self._block_tables.block_tables[self._group_id].gpu.numpy()
-        held = self._block_tables.num_blocks.np[self._group_id, slots] * size
+        held = self._blocks.held(slots) * size
         inside = positions < np.minimum(held, self.max_model_len)
         safe = np.where(inside, positions, 0)
-        kv_slots = table[slots, safe // size].astype(np.int64) * size + safe % size
+        blocks = self._blocks.table[slots, safe // size]
+        kv_slots = blocks.astype(np.int64) * size + safe % size
         return np.where(inside, kv_slots, PAD_SLOT_ID)
 
-    def _causal_metadata(
-        self,
-        part: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        positions: np.ndarray,
-        kv_slots: np.ndarray,
-    ) -> dict[str, object]:
-        """Metadata of an ordinary ragged causal pass, built by the stock builders."""
-        tables = self._block_tables.input_block_tables[self._group_id]
-        common = CommonAttentionMetadata(
-            query_start_loc=torch.from_numpy(starts),
-            query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(seq_lens),
-            max_seq_len=int(seq_lens.max()),
-            num_reqs=len(part),
-            num_actual_tokens=len(positions),
-            max_query_len=int(np.diff(starts).max()),
-            block_table_tensor=tables[torch.from_numpy(part)],
-            slot_mapping=torch.from_numpy(kv_slots),
-            positions=torch.from_numpy(positions),
-        )
+    def _metadata(self, build: Callable[[Any], object]) -> dict[str, object]:
+        """What each layer's builder makes of a pass, by layer."""
         metadata: dict[str, object] = {}
         for group in self._groups:
-            built = group.get_metadata_builder().build(0, common)
+            built = build(group.get_metadata_builder())
             metadata.update(dict.fromkeys(group.layer_names, built))
         return metadata
 
@@ -271,13 +276,12 @@ class NeuralSSM:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         metadata: dict[str, object] | None,
-        kv_slots: np.ndarray | None,
+        kv_slots: torch.Tensor | None,
         states: torch.Tensor | None,
     ) -> torch.Tensor:
         slot_mapping = None
         if kv_slots is not None:
-            slot_mapping = dict.fromkeys(self._layer_names, torch.from_numpy(kv_slots))
-            self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
+            slot_mapping = dict.fromkeys(self._layer_names, kv_slots)
         num_rows = input_ids.shape[0]
         self.num_rows += num_rows
         with set_forward_context(

@@ -71,7 +71,7 @@ def _create(
     from vllm.platforms import current_platform
 
     from vllm_specinfer.config import SpecInferConfig
-    from vllm_specinfer.hooks import stat_loggers
+    from vllm_specinfer.hooks import cuda_arguments, stat_loggers
     from vllm_specinfer.parsing import parse_options
 
     options = parse_options(_merge_flags(args))
@@ -87,6 +87,8 @@ def _create(
         )
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
+    if not current_platform.is_cpu():
+        cuda_arguments.choose(args)
     _switch_runner_on()
     stat_loggers.install()
     logger = init_logger(__name__)
@@ -107,7 +109,11 @@ def _check_engine_args(
 
     from vllm_specinfer import refusals
     from vllm_specinfer.config import worker_cls
+    from vllm_specinfer.hooks import cuda_arguments
 
+    refusals.refuse(refusals.device_reason())
+    if not current_platform.is_cpu():
+        refusals.refuse(cuda_arguments.unsupported_reason(args))
     cache_dtype = resolve_kv_cache_dtype_string(
         args.kv_cache_dtype, target_model_config
     )

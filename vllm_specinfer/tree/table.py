@@ -24,7 +24,9 @@ class TreeTable:
 
     def __init__(self, max_num_reqs: int, num_nodes: int) -> None:
         self.num_nodes = num_nodes
-        # [S, N] int32 / [S, N + 1] int32 / [S, N + 1, W] int64 / [S] int64
+        # [S, N] int64 / [S, N] int32 / [S, N + 1] int32
+        # [S, N + 1, W] int64 / [S] int64
+        self.tokens = np.zeros((max_num_reqs, num_nodes), np.int64)
         self.parents = np.zeros((max_num_reqs, num_nodes), np.int32)
         self.depths = np.zeros((max_num_reqs, num_nodes + 1), np.int32)
         words = num_words(num_nodes + 1)
@@ -40,6 +42,7 @@ class TreeTable:
     def write(
         self,
         slots: np.ndarray,
+        tokens: np.ndarray,
         parents: np.ndarray,
         root_positions: np.ndarray,
         draws: list[dict[int, list[Draws]]],
@@ -48,10 +51,12 @@ class TreeTable:
 
         Args:
             slots: [R] request slots.
+            tokens: [R, N] int64.
             parents: [R, N] int32.
             root_positions: [R] position of each root, the last verified token.
             draws: [R] by node and source; nodes without draws are left out.
         """
+        self.tokens[slots] = tokens
         self.parents[slots] = parents
         self.depths[slots] = node_depths(parents)
         self.bits[slots] = ancestor_bits(parents)
@@ -62,7 +67,7 @@ class TreeTable:
     def plan_step(
         self,
         slots: np.ndarray,
-        num_drafts: np.ndarray | None,
+        num_drafts: np.ndarray,
         query_start_loc: np.ndarray,
         num_computed: np.ndarray,
     ) -> "StepPlan | None":
@@ -77,8 +82,6 @@ class TreeTable:
         Returns:
             The plan, or None where no request has a live tree.
         """
-        if num_drafts is None:
-            return None
         query_lens = np.diff(query_start_loc[: len(slots) + 1])
         is_tree = (
             (num_drafts > 0)
@@ -126,6 +129,15 @@ class StepPlan:
     def tree_requests(self) -> list[int]:
         """Batch indices of the requests with a live tree."""
         return np.flatnonzero(self.is_tree).tolist()
+
+    def positions(self) -> np.ndarray:
+        """[T] int64 positions of all rows; siblings share one."""
+        starts = self.query_start_loc[: len(self.slots) + 1]
+        first = self.root_positions - starts[:-1]
+        positions = np.repeat(first, np.diff(starts)).astype(np.int64)
+        positions += np.arange(starts[-1])
+        self.fill_positions(positions)
+        return positions
 
     def fill_positions(self, positions: np.ndarray) -> None:
         """Replace flat positions of tree rows by root position + depth, in place.

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_specinfer.device import is_host, read, stage
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
@@ -45,6 +46,7 @@ class TreeSampler:
         self,
         sampler: Sampler,
         plan_of: Callable[[InputBatch], StepPlan | None],
+        positions: torch.Tensor,
         commit: Callable[[InputBatch, Accepted], None],
         on_time: Callable[[str, float], None],
         verification: str = "coupled",
@@ -54,12 +56,14 @@ class TreeSampler:
         Args:
             sampler: vLLM's sampler.
             plan_of: The tree layout of a batch, None where it has no live tree.
+            positions: [max_num_tokens] int64, those of the step where it has a plan.
             commit: Moves the accepted rows' K/V to consecutive slots.
             on_time: Hears how many seconds a phase took.
             verification: "coupled", "naive", "mss" or "rrs".
         """
         self.sampler = sampler
         self._plan_of = plan_of
+        self._positions = positions
         self._commit = commit
         self._on_time = on_time
         self._tests: DrawTestingSampler | None = None
@@ -90,24 +94,23 @@ class TreeSampler:
         walks: dict[int, TreeWalk] = {}
         if plan is not None:
             # Siblings share a position, which is also the place of their noise.
-            positions = input_batch.positions.clone()
-            plan.fill_positions(positions.numpy())
+            positions = self._positions[: len(input_batch.positions)]
             input_batch = replace(input_batch, positions=positions)
-            input_ids = input_batch.input_ids.numpy()
             for i in plan.tree_requests():
-                start, rows = plan.query_start_loc[i], plan.num_rows[i]
+                slot, nodes = plan.slots[i], plan.num_rows[i] - 1
                 walks[i] = TreeWalk(
-                    input_ids[start + 1 : start + rows],
-                    plan.table.parents[plan.slots[i], : rows - 1],
+                    plan.table.tokens[slot, :nodes], plan.table.parents[slot, :nodes]
                 )
+        argmax = _RowArgmax(logits)
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
             draws = self._draws(plan, walks, standing)
-            output = self._sample(logits, input_batch, standing, paths, draws)
+            output = self._sample(logits, argmax, input_batch, standing, paths, draws)
             levels.append((standing, output))
-            tokens = output.sampled_token_ids[:, 0].tolist()
+            (sampled,) = read(output.sampled_token_ids)
+            tokens = sampled[:, 0].tolist()
             for i, token in zip(standing, tokens, strict=True):
                 emitted[i].append(token)
             standing = [
@@ -123,6 +126,7 @@ class TreeSampler:
     def _sample(
         self,
         logits: torch.Tensor,
+        argmax: "_RowArgmax",
         batch: InputBatch,
         requests: Sequence[int],
         paths: list[list[int]],
@@ -132,6 +136,7 @@ class TreeSampler:
 
         Args:
             logits: [L, V].
+            argmax: Of their rows.
             batch: The step's batch, with depth positions.
             requests: [G] batch indices.
             paths: [G] accepted rows of each, the last one is where it stands.
@@ -153,42 +158,47 @@ class TreeSampler:
             for i, chain in zip(requests, chains, strict=True)
             for row in chain
         ]
-        logits = logits[rows]
         if self._only_argmax(slots):
-            # Ties go to the lowest token id, as in vLLM's sampler. NumPy's argmax over
-            # a vocabulary is several times quicker than torch's.
-            best = logits.float().numpy().argmax(axis=-1)
             return SamplerOutput(
-                sampled_token_ids=torch.from_numpy(best[:, None]),
+                sampled_token_ids=argmax(rows),
                 logprobs_tensors=None,
                 num_nans=None,
                 num_sampled=None,
                 num_rejected=None,
             )
-        mapping = torch.from_numpy(slots)
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        slot_of_row = np.repeat(slots, counts)
+        chosen, which, mapping, expanded, local, cu_num_logits, last = stage(
+            logits.device,
+            np.array(rows),
+            np.array(requests),
+            slots,
+            slot_of_row,
+            # Processors that look back find a row's prefix in the rows before it.
+            np.concatenate([np.arange(n, dtype=np.int32) for n in counts]),
+            ends,
+            ends[1:] - 1,
+        )
+        logits = logits[chosen]
         view = replace(
             batch,
             num_reqs=len(slots),
             idx_mapping=mapping,
             idx_mapping_np=slots,
-            expanded_idx_mapping=mapping.repeat_interleave(torch.from_numpy(counts)),
-            # Processors that look back find a row's prefix in the rows before it.
-            expanded_local_pos=torch.from_numpy(
-                np.concatenate([np.arange(n, dtype=np.int32) for n in counts])
-            ),
-            seq_lens=batch.seq_lens[requests],
+            expanded_idx_mapping=expanded,
+            expanded_local_pos=local,
+            seq_lens=batch.seq_lens[which],
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[requests],
-            logits_indices=batch.logits_indices[rows],
-            cu_num_logits=torch.from_numpy(ends),
+            logits_indices=batch.logits_indices[chosen],
+            cu_num_logits=cu_num_logits,
             cu_num_logits_np=ends,
         )
-        last = torch.from_numpy(ends[1:] - 1)
         if self._tests is None:
             output = self.sampler(logits, view)
         else:
-            expected = zip(last.tolist(), draws, strict=True)
-            self._tests.expect({row: d for row, d in expected if d is not None})
+            expected = zip((ends[1:] - 1).tolist(), draws, strict=True)
+            draws_of_row = {row: d for row, d in expected if d is not None}
+            self._tests.expect(draws_of_row, slot_of_row)
             output = self._tests(logits, view)
         output.sampled_token_ids = output.sampled_token_ids[last]
         if (found := output.logprobs_tensors) is not None:
@@ -244,20 +254,43 @@ class TreeSampler:
         sampled = np.zeros((len(emitted), max(counts)), np.int64)
         for i, tokens in enumerate(emitted):
             sampled[i, : len(tokens)] = tokens
+        tokens, num_tokens = stage(
+            self._positions.device, sampled, np.array(counts, np.int32)
+        )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            torch.tensor(counts, dtype=torch.int32),
+            num_tokens,
             batch.seq_lens,
             batch.cu_num_logits,
             batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
         return SamplerOutput(
-            sampled_token_ids=torch.from_numpy(sampled),
+            sampled_token_ids=tokens,
             logprobs_tensors=_joined_logprobs(counts, levels),
             num_nans=levels[0][1].num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+
+class _RowArgmax:
+    """The likeliest tokens of rows; ties go to the lowest id, as in vLLM's sampler."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        """`logits` are [L, V]."""
+        self._logits = logits
+        self._of_all: np.ndarray | None = None
+
+    def __call__(self, rows: list[int]) -> torch.Tensor:
+        """[G, 1] int64, on the host."""
+        if is_host(self._logits.device):
+            # NumPy's argmax over a vocabulary is several times quicker than torch's.
+            best = self._logits[rows].float().numpy().argmax(axis=-1)
+            return torch.from_numpy(best[:, None])
+        if self._of_all is None:
+            # All rows at once, so that the host waits once per step.
+            (self._of_all,) = read(self._logits.argmax(dim=-1))
+        return torch.from_numpy(self._of_all[rows, None])
 
 
 def _joined_logprobs(
@@ -280,7 +313,7 @@ def _joined_logprobs(
     for depth, (requests, output) in enumerate(levels):
         if (found := output.logprobs_tensors) is None:
             continue
-        rows = torch.from_numpy(ends[list(requests)] + depth)
+        (rows,) = stage(ids.device, ends[list(requests)] + depth)
         width = found.logprob_token_ids.shape[1]
         ids[rows, :width] = found.logprob_token_ids
         logprobs[rows, :width] = found.logprobs

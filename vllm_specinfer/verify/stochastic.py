@@ -14,7 +14,8 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, uniform
+from vllm_specinfer.device import read, stage
+from vllm_specinfer.noise import DRAFT_NOISE_SALT, uniform
 from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws, stacked
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
@@ -72,10 +73,16 @@ class DrawTestingSampler(Sampler):
         """Share `sampler`."""
         self.__dict__.update(sampler.__dict__)
         self._draws: dict[int, Draws] = {}
+        self._slots = np.empty(0, np.int64)
 
-    def expect(self, draws: dict[int, Draws]) -> None:
-        """Say which logits rows of the next call have drawn children."""
-        self._draws = draws
+    def expect(self, draws: dict[int, Draws], slots: np.ndarray) -> None:
+        """Say what the rows of the next call are.
+
+        Args:
+            draws: By logits row the children drawn below it, where there are any.
+            slots: [L] request slot of each row.
+        """
+        self._draws, self._slots = draws, slots
 
     def _sample_random(
         self,
@@ -89,14 +96,14 @@ class DrawTestingSampler(Sampler):
         *flags: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
-        slots = expanded_idx_mapping.numpy()
-        sampled_rows = self.sampling_states.temperature.np[slots] > 0
-        rows = [row for row in self._draws if sampled_rows[row]]
-        logits, found = processed_logits, {}
-        if rows:
-            logits, found = self._tested(logits, rows, slots, pos)
+        is_sampled = self.sampling_states.temperature.np[self._slots] > 0
+        rows = np.array([row for row in self._draws if is_sampled[row]], np.int64)
+        logits = processed_logits
+        if len(rows):
+            (places,) = stage(pos.device, rows)
+            logits, found, tokens = self._tested(logits, rows, places, pos)
             pos = pos.clone()
-            pos[rows] += RESIDUAL_SALT
+            pos[places] += RESIDUAL_SALT
         sampled, _ = super()._sample_random(
             logits,
             expanded_idx_mapping,
@@ -104,44 +111,61 @@ class DrawTestingSampler(Sampler):
             pos,
             None,
             None,
-            *flags,
+            # Fused samplers would cut the logits again.
+            *(False for _ in flags),
         )
-        for row, token in found.items():
-            sampled[row] = token
+        if len(rows):
+            sampled[found] = tokens
         return sampled, processed_logits
 
     def _tested(
         self,
         logits: torch.Tensor,
-        rows: list[int],
-        slots: np.ndarray,
+        rows: np.ndarray,
+        places: torch.Tensor,
         pos: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[int, int]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Test the draws of these rows.
 
+        Args:
+            logits: [L, V].
+            rows: [G] rows with draws.
+            places: [G] the same, beside the logits.
+            pos: [L] positions.
+
         Returns:
-            [L, V] logits in which the rows hold what the tests leave, and the accepted
-            token of each row that has one.
+            [L, V] logits in which the rows hold what the tests leave, and the rows
+            that accept a token with these tokens.
         """
-        draws = stacked([self._draws[row] for row in rows])
-        seeds = self.sampling_states.seeds.np[slots[rows]].tolist()
+        device = logits.device
+        draws = stacked([self._draws[row] for row in rows.tolist()])
+        (tokens,) = stage(device, draws.tokens)
+        chosen = logits[places].double()
+        total = chosen.logsumexp(dim=-1, keepdim=True)
+        logits = logits.to(torch.float32, copy=True)
+        p, positions = read(
+            (chosen.gather(1, tokens.clamp(min=0)) - total).exp(), pos[places]
+        )
+        seeds = self.sampling_states.seeds.np[self._slots[rows]].tolist()
         counters = np.arange(draws.places.shape[1])
         uniforms = np.array(
             [
                 uniform(seed, position + TEST_SALT, counters)
-                for seed, position in zip(seeds, pos[rows].tolist(), strict=True)
+                for seed, position in zip(seeds, positions.tolist(), strict=True)
             ]
         )
-        chosen = logits[rows].double()
-        total = chosen.logsumexp(dim=-1, keepdim=True)
-        tokens = torch.from_numpy(draws.tokens)
-        p = (chosen.gather(1, tokens.clamp(min=0)) - total).exp().numpy()
-        places, left = verify_draws(p, draws, uniforms)
-        logits = logits.to(torch.float32, copy=True)
-        for g, row in enumerate(rows):
-            known = tokens[g] != NO_CANDIDATE
-            values = torch.from_numpy(left[g]).log() + total[g]
-            logits[row, tokens[g][known]] = values[known].float()
-        accepted = np.flatnonzero(places != NO_DRAW)
-        found = draws.tokens[accepted, places[accepted]]
-        return logits, {rows[g]: int(t) for g, t in zip(accepted, found, strict=True)}
+        chosen_places, left = verify_draws(p, draws, uniforms)
+        accepted = np.flatnonzero(chosen_places != NO_DRAW)
+        g, m = np.nonzero(draws.tokens != NO_CANDIDATE)
+        left, g, m, known_rows, found, accepted_tokens = stage(
+            device,
+            left,
+            g,
+            m,
+            rows[g],
+            rows[accepted],
+            draws.tokens[accepted, chosen_places[accepted]],
+        )
+        values = (left.log() + total).float()
+        logits[known_rows, tokens[g, m]] = values[g, m]
+        return logits, found, accepted_tokens

@@ -8,7 +8,8 @@ L logit rows, V vocabulary, M request rows (``max_num_reqs``).
 import numpy as np
 import torch
 
-from vllm_specinfer.kernels.cpu.gumbel import DRAFT_NOISE_SALT, noised_argmax
+from vllm_specinfer.kernels.cpu.gumbel import noised_argmax
+from vllm_specinfer.noise import DRAFT_NOISE_SALT
 
 
 def rows_fp32(logits: torch.Tensor) -> np.ndarray:

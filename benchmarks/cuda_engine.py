@@ -1,0 +1,277 @@
+"""P9 and more: the engine on a GPU: whether it is right, and what it costs.
+
+    python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts equality ...]
+
+- equality: greedy and seeded texts in float32, beside plain vLLM on Model Runner V2 and
+  its own Triton attention; every text that differs is told with its first place.
+- equality_graphs: the same with CUDA graphs of the verification.
+- steps: seconds of a decoding step by nodes per tree and by batch.
+- speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
+- speed_graphs: the same with CUDA graphs in all three.
+
+Each part is a process of its own that is ended when its time is over; what fails leaves
+its traceback in PART.txt, and the others run. All parts end within --minutes.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer import assets
+from vllm_specinfer.evidence.bench import BenchSettings, bench
+from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, runner_of, start_engine
+from vllm_specinfer.evidence.tables import markdown_of, report, write_csv
+from vllm_specinfer.refusals import CUDA_ENV
+
+POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
+GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
+# Engines of one process share the device's memory.
+MEMORY = {"gpu_memory_utilization": 0.25}
+# Steps of a batch that do not count: prompts, and what is compiled when first used.
+FIRST_STEPS = 4
+
+
+def main() -> None:
+    """Run the parts one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/cuda_engine"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--dtype", default="bfloat16", help="of steps and speed")
+    args = parser.parse_args()
+    os.environ[CUDA_ENV] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    args.target = args.target or str(assets.smollm2())
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * args.minutes
+    failed = [name for name in args.parts if not _runs(name, args, end)]
+    print("failed: " + ", ".join(failed) if failed else "all parts ran")
+    raise SystemExit(bool(failed))
+
+
+def equality(args: argparse.Namespace, **engine: Any) -> str:
+    """How many texts are those of plain decoding, and where others part.
+
+    Raises:
+        AssertionError: One differs; the table is written all the same.
+    """
+    from vllm import SamplingParams
+
+    prompts = assets.prompt_ids(args.data, min(16, args.prompts), args.target)
+    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
+    plain = {}
+    if not _on_cpu():
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        plain["attention_backend"] = "TRITON_ATTN"
+    engine = {"enforce_eager": not engine, "dtype": "float32", **MEMORY, **engine}
+    shapes = {"best first": {}, "wide": {"tree": "4,2,2,1"}, "suffix": {}}
+    engines = {"plain": start_engine(args.target, longest, 8, None, engine | plain)}
+    for name, shape in shapes.items():
+        ssms = [_first_ssm(args.ssm), *(["suffix"] if name == "suffix" else [])]
+        spec = {"method": "specinfer", "ssms": ssms, "scheduler": "static", **shape}
+        engines[name] = start_engine(args.target, longest, 8, spec, engine)
+    rows, differ = [], 0
+    # The V1 runner, plain vLLM's default on a CPU, draws other random numbers.
+    for temperature in (0.0,) if _on_cpu() else (0.0, 1.0):
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                seed=i,
+                max_tokens=args.max_tokens,
+                ignore_eos=True,
+            )
+            for i in range(len(prompts))
+        ]
+        texts = {name: _texts(llm, prompts, params) for name, llm in engines.items()}
+        for name in shapes:
+            pairs = list(zip(texts["plain"], texts[name], strict=True))
+            parts = [_first_difference(*pair) for pair in pairs]
+            places = [place for place in parts if place is not None]
+            differ += len(places)
+            rows.append(
+                {
+                    "temperature": temperature,
+                    "trees": name,
+                    "identical": len(pairs) - len(places),
+                    "texts": len(pairs),
+                    "first differences": " ".join(map(str, places)),
+                }
+            )
+    name = "equality" if engine["enforce_eager"] else "equality_graphs"
+    write_csv(args.out / f"{name}.csv", rows)
+    (args.out / f"{name}.md").write_text(markdown_of(rows))
+    if differ:
+        raise AssertionError(f"{differ} texts differ:\n{markdown_of(rows)}")
+    return markdown_of(rows)
+
+
+def steps(args: argparse.Namespace) -> str:
+    """Seconds of a step by nodes per tree (P9), all nodes in every step."""
+    from vllm import SamplingParams
+
+    most = max(args.nodes)
+    tree = {"max_depth": min(4, most), "max_width": min(16, most), "min_probability": 0}
+    spec = {
+        "method": "specinfer",
+        "model": _first_ssm(args.ssm),
+        "scheduler": "static",
+        "num_speculative_tokens": most,
+        "tree": tree,
+    }
+    prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
+    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
+    engine = {"dtype": args.dtype, **MEMORY}
+    llm = start_engine(args.target, longest, max(args.batches), spec, engine)
+    speculator = runner_of(llm).speculator
+    propose = speculator.propose
+    params = SamplingParams(
+        temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
+    )
+    rows = []
+    for batch in args.batches:
+        for num_nodes in (0, *args.nodes):
+
+            def limited(*a: Any, n: int = num_nodes, **k: Any) -> Any:
+                return propose(*a, **{**k, "num_speculative_tokens": n})
+
+            speculator.propose = limited
+            rows.append(
+                {
+                    "batch": batch,
+                    "nodes": num_nodes,
+                    "milliseconds": 1e3 * _step_seconds(llm, prompts[:batch], params),
+                }
+            )
+    return report(args.out, "steps", rows, x="nodes", y="milliseconds", line="batch")
+
+
+def speed(args: argparse.Namespace, out: str = "speed", **engine: Any) -> str:
+    """Tokens/s of plain vLLM, its chain of drafts, and specinfer."""
+    settings = BenchSettings(
+        args.target,
+        {
+            "draft_model": {
+                "method": "draft_model",
+                "model": _first_ssm(args.ssm),
+                "num_speculative_tokens": 4,
+            },
+            "specinfer": {"method": "specinfer", "model": args.ssm},
+        },
+        [args.data],
+        batches=args.batches,
+        max_prompts=args.prompts,
+        max_tokens=args.max_tokens,
+        ignore_eos=True,
+        engine={"dtype": args.dtype, **MEMORY, **engine},
+    )
+    return bench(args.out / out, settings, ["benchmarks/cuda_engine.py"])
+
+
+def equality_graphs(args: argparse.Namespace) -> str:
+    """`equality` with graphs."""
+    return equality(args, **GRAPHS)
+
+
+def speed_graphs(args: argparse.Namespace) -> str:
+    """`speed` with graphs."""
+    return speed(args, "speed_graphs", **GRAPHS)
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    part.__name__: part
+    for part in (equality, steps, speed, equality_graphs, speed_graphs)
+}
+
+
+def _runs(name: str, args: argparse.Namespace, end: float) -> bool:
+    """Run a part in a process and print what it found; whether it ended well."""
+    started = time.monotonic()
+    if started >= end:
+        print(f"\n{name}: left out, the time is over", flush=True)
+        return False
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run, args=(name, args)
+    )
+    process.start()
+    process.join(end - started)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        print(f"\n{name}: ended, the time is over", flush=True)
+        return False
+    print(f"\n{name}: {time.monotonic() - started:.0f} s", flush=True)
+    print((args.out / f"{name}.txt").read_text(), flush=True)
+    return process.exitcode == 0
+
+
+def _run(name: str, args: argparse.Namespace) -> None:
+    file = args.out / f"{name}.txt"
+    file.write_text("the process ended before the part did\n")
+    try:
+        file.write_text(PARTS[name](args))
+    except BaseException:
+        file.write_text(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _texts(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _first_difference(one: list[int], other: list[int]) -> int | None:
+    """The first place where two texts of equal length differ."""
+    for place, pair in enumerate(zip(one, other, strict=True)):
+        if pair[0] != pair[1]:
+            return place
+    return None
+
+
+def _step_seconds(llm: Any, prompts: list[list[int]], params: Any) -> float:
+    """The median over the steps in which all of a batch decode."""
+    engine = llm.llm_engine
+    for i, ids in enumerate(prompts):
+        engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+    seconds = []
+    while engine.get_num_unfinished_requests() == len(prompts):
+        started = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return statistics.median(seconds[FIRST_STEPS:-1] or seconds)
+
+
+def _first_ssm(path: str) -> str:
+    """The model of a path, or the first one of a pool's."""
+    manifest = Path(path) / "manifest.json"
+    if not manifest.is_file():
+        return path
+    return str(Path(path) / json.loads(manifest.read_text())["ssms"][0]["model"])
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Pretends that a CPU's memory were a device's, and notices who forgets it.
+
+Every tensor counts as the device's but those that the package makes itself without
+going through `vllm_specinfer.device`: on a GPU these would lie in the host's memory.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import vllm_specinfer
+from vllm_specinfer import device
+
+PACKAGE = str(Path(vllm_specinfer.__file__).parent)
+# What never runs on a GPU.
+ON_CPU_ONLY = str(Path(PACKAGE) / "kernels" / "cpu")
+READS = {
+    *(torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu),
+    *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
+    *(torch.Tensor.__index__, torch.Tensor.__array__),
+}
+FACTORIES = {torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full} | {
+    torch.arange
+}
+
+
+class DeviceGuard(TorchFunctionMode):
+    """Raises where the package reads from the device or hands it the host's memory.
+
+    Attributes:
+        num_reads: How often the host waited for the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+        self._on_host = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        caller = _caller()
+        tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        on_device = [t for t in tensors if t not in self._on_host]
+        if func in READS and on_device and _is_package(caller):
+            if caller != device.__file__:
+                raise AssertionError(f"{caller} reads from the device: {func}")
+            self.num_reads += func is torch.Tensor.cpu
+        mixes = on_device and any(t in self._on_host and t.dim() for t in tensors)
+        if mixes and func not in (torch.Tensor.copy_, torch.Tensor.to):
+            raise AssertionError(f"{caller} mixes host and device: {func}")
+        result = func(*args, **kwargs)
+        made = func in FACTORIES and kwargs.get("device") is None
+        if (tensors and not on_device) or (made and _is_package(caller)):
+            self._mark(result, caller)
+        return result
+
+    def from_numpy(self, original: Callable, array: Any) -> torch.Tensor:
+        """`torch.from_numpy`, which no mode sees."""
+        result = original(array)
+        caller = _caller()
+        if _is_package(caller):
+            self._mark(result, caller)
+        return result
+
+    def check(self, what: str, *values: Any) -> None:
+        """Tensors that a kernel reads must be the device's."""
+        for value in values:
+            if is_dataclass(value):
+                found = {f.name: getattr(value, f.name) for f in fields(value)}
+                found = {k: v for k, v in found.items() if not k.endswith("_cpu")}
+                self.check(what, *found.values())
+            else:
+                for leaf in tree_leaves(value):
+                    if torch.is_tensor(leaf) and leaf in self._on_host:
+                        raise AssertionError(f"{what} gets a tensor of the host")
+                    if is_dataclass(leaf):
+                        self.check(what, leaf)
+
+    def _mark(self, result: Any, caller: str) -> None:
+        if caller != device.__file__:
+            for leaf in tree_leaves(result):
+                if torch.is_tensor(leaf):
+                    self._on_host[leaf] = True
+
+
+@contextmanager
+def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
+    """Guard everything that runs inside; count launches of kernels by name."""
+    from vllm_specinfer import model_state
+    from vllm_specinfer.attention import cuda as attention
+    from vllm_specinfer.commit import cuda as commit
+    from vllm_specinfer.drafting import blocks, ssm
+    from vllm_specinfer.verify import sampler
+
+    guard = DeviceGuard()
+
+    def checked(module: Any, name: str) -> Any:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            launches[name] = launches.get(name, 0) + 1
+            guard.check(name, args, kwargs)
+            result = original(*args, **kwargs)
+            return result
+
+        return mock.patch.object(module, name, call)
+
+    def given(cls: type, name: str) -> Any:
+        original = getattr(cls, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            guard.check(f"what {name} returns", result)
+            return result
+
+        return mock.patch.object(cls, name, call)
+
+    from_numpy = torch.from_numpy
+    with ExitStack() as stack:
+        for module, name in (
+            (attention, "tree_attention"),
+            (commit, "commit_paths"),
+            (ssm, "set_forward_context"),
+            (sampler, "get_num_sampled_and_rejected"),
+        ):
+            stack.enter_context(checked(module, name))
+        for cls, name in (
+            (model_state.TreeModelState, "prepare_attn"),
+            (model_state.TreeModelState, "prepare_inputs"),
+            (sampler.TreeSampler, "__call__"),
+        ):
+            stack.enter_context(given(cls, name))
+        stack.enter_context(
+            mock.patch.object(
+                torch, "from_numpy", lambda array: guard.from_numpy(from_numpy, array)
+            )
+        )
+        for module in (device, blocks, sampler):
+            stack.enter_context(
+                mock.patch.object(module, "is_host", lambda device: False)
+            )
+        with guard:
+            yield guard
+
+
+def _is_package(file: str) -> bool:
+    return file.startswith(PACKAGE) and not file.startswith(ON_CPU_ONLY)
+
+
+def _caller() -> str:
+    """The file of the nearest code outside torch and this one."""
+    frame = sys._getframe(2)
+    inside = (str(Path(torch.__file__).parent), __file__)
+    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename

@@ -1,0 +1,84 @@
+"""An engine that takes CUDA's path on a CPU, its kernels run by Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m tests.e2e.interpreted TARGET SSM HEAD OUTPUT.json``
+
+Tree attention, vLLM's attention to prompts, its K/V writes and the commit are Triton
+kernels; what crosses between host and device is copied, never shared. vLLM's small step
+kernels are the CPU's.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+import interpreter
+import numpy as np
+import torch
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
+PENALISED = {**GREEDY, "max_tokens": 6, "repetition_penalty": 1.3, "logprobs": 2}
+PROMPTS = [[5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
+WORKER = "tests.e2e.interpreted_worker.InterpretedWorker"
+
+
+def main() -> None:
+    """Decode with and without trees and save the texts and what was counted."""
+    interpreter.prepare()
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from tests.e2e import engine
+    from tests.e2e.device_guard import guarded
+    from tests.e2e.interpreted_worker import counted, positions_as_captured
+    from vllm_specinfer import config, plugin
+
+    target, ssm, head, output = sys.argv[1:]
+    os.environ.update(engine.ENV)
+    plugin.register()
+    llm = {
+        "model": target,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 2,
+        "enforce_eager": True,
+        "block_size": 32,
+        "num_gpu_blocks_override": 64,
+        "max_num_batched_tokens": 64,
+    }
+    common = {"method": "specinfer", "scheduler": "static", "tree": "2,2"}
+    everything = {"prompts": PROMPTS, "params": [GREEDY, GREEDY, PENALISED, SAMPLED]}
+    greedy = {"prompts": PROMPTS[:2], "params": [GREEDY]}
+    sampled = {"prompts": PROMPTS[:1], "params": [SAMPLED]}
+    jobs = {
+        name: {**job, "llm": {**llm, "speculative_config": {**common, **spec}}}
+        for name, job, spec in (
+            ("coupled", everything, {"model": ssm}),
+            ("mss", sampled, {"model": ssm, "verification": "mss"}),
+            ("eagle", greedy, {"model": head}),
+        )
+    }
+    plain = {"llm": llm, "plain_v2": True, **everything}
+    of_cpu = engine._run_jobs([plain, {**plain, **sampled}, jobs["mss"]])
+    launches: dict[str, int] = {}
+    with (
+        mock.patch.object(config, "CPU_WORKER", WORKER),
+        # vLLM's K/V write asks for it to choose its launch.
+        mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
+        # The interpreter fails on vLLM's kernel for top-k and top-p.
+        mock.patch.object(topk_topp_sampler, "HAS_TRITON", False),
+        positions_as_captured(),
+        guarded(launches) as guard,
+        counted(lambda: guard.num_reads) as reads,
+    ):
+        found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
+    of_cpu = dict(zip(("plain", "sampled", "mss"), of_cpu, strict=True))
+    counts = {"launches": launches, "reads": np.diff(reads).tolist()}
+    Path(output).write_text(json.dumps([of_cpu, found, counts]))
+
+
+if __name__ == "__main__":
+    main()

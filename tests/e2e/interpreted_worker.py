@@ -1,0 +1,75 @@
+"""A CPU worker whose attention and commit are CUDA's."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import (
+    AttentionBackendEnum,
+    register_backend,
+)
+from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
+from vllm_specinfer.cpu_worker import SpecInferCPUWorker
+
+
+class InterpretedBackend(CUDATreeAttentionBackend):
+    """CUDA's backend under the only name that the CPU platform chooses."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name of the enum member."""
+        return AttentionBackendEnum.CPU_ATTN.name
+
+
+class InterpretedWorker(SpecInferCPUWorker):
+    """Runs CUDA's path."""
+
+    def register_attention(self) -> None:
+        """Replace CPU_ATTN."""
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InterpretedBackend.__name__}"
+        )
+        selector._cached_get_attn_backend.cache_clear()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's GPU worker: made-up steps, after what a capture of graphs does."""
+        self.model_runner.model_state.prepare_dummy_inputs(1, 1)
+        warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        return super().compile_or_warm_up_model()
+
+
+@contextmanager
+def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
+    """What a counter says at the end of each step."""
+    from vllm_specinfer.speculator import TreeSpeculator
+
+    propose, found = TreeSpeculator.propose, []
+
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        result = propose(*args, **kwargs)
+        found.append(counter())
+        return result
+
+    with mock.patch.object(TreeSpeculator, "propose", proposed):
+        yield found
+
+
+@contextmanager
+def positions_as_captured() -> Iterator[None]:
+    """Fail where a pass gets its positions from elsewhere than a graph would."""
+    from vllm_specinfer.model_state import TreeModelState
+
+    prepare_inputs = TreeModelState.prepare_inputs
+
+    def prepared(self: Any, *args: Any) -> dict[str, Any]:
+        inputs = prepare_inputs(self, *args)
+        if self._captured:
+            assert inputs["positions"].data_ptr() == self._positions.data_ptr()
+        return inputs
+
+    with mock.patch.object(TreeModelState, "prepare_inputs", prepared):
+        yield

@@ -1,0 +1,200 @@
+"""What an engine on CUDA is refused and started with, on a double of the platform."""
+
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_specinfer import refusals
+from vllm_specinfer.hooks import speculative_config
+
+pytestmark = pytest.mark.usefixtures("v2_undone")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """A platform that says it is CUDA, with the experiment switched on."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv(refusals.CUDA_ENV, "1")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+@pytest.fixture
+def create(make_llama, monkeypatch):
+    """Make the speculative config of engine arguments, as EngineArgs does."""
+    from vllm import EngineArgs
+    from vllm.config import ParallelConfig
+
+    monkeypatch.setattr(speculative_config, "_switch_runner_on", lambda: None)
+    target, ssm = make_llama("target"), make_llama("ssm")
+
+    def make(args=None, **kwargs):
+        args = args or EngineArgs(
+            model=target,
+            skip_tokenizer_init=True,
+            speculative_config={"method": "specinfer", "model": ssm},
+            **kwargs,
+        )
+        model = EngineArgs(model=target, skip_tokenizer_init=True).create_model_config()
+        parallel = ParallelConfig()
+        speculative_config._create(args, model, parallel)
+        return args, parallel
+
+    return make
+
+
+def test_cuda_is_an_experiment_that_must_be_switched_on(on_cuda, create, monkeypatch):
+    for value in ("0", None):
+        if value is None:
+            monkeypatch.delenv(refusals.CUDA_ENV)
+        else:
+            monkeypatch.setenv(refusals.CUDA_ENV, value)
+        with pytest.raises(ValueError, match="VLLM_SPECINFER_CUDA must be 1"):
+            create()
+
+
+def test_another_platform_is_refused_whatever_is_switched_on(on_cuda, monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
+    assert refusals.device_reason().startswith("the platform must be a CPU, or CUDA")
+
+
+def test_a_cpu_needs_no_switch_and_keeps_its_arguments(create):
+    args, parallel = create()
+    assert parallel.worker_cls == "vllm_specinfer.cpu_worker.SpecInferCPUWorker"
+    assert args.async_scheduling is None and args.attention_backend is None
+    assert args.compilation_config.cudagraph_mode is None
+
+
+def test_cuda_gets_tree_attention_synchronous_steps_and_no_graphs(on_cuda, create):
+    from vllm.config import CUDAGraphMode
+
+    args, parallel = create()
+    assert parallel.worker_cls == "vllm_specinfer.gpu_worker.SpecInferGPUWorker"
+    assert args.scheduler_cls == speculative_config.SCHEDULER
+    assert args.attention_backend == "CUSTOM"
+    assert args.async_scheduling is False
+    assert args.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    # The same arguments serve a second engine.
+    again, _ = create(args)
+    assert again.attention_backend == "CUSTOM"
+
+
+def test_graphs_are_the_users_to_ask_for(on_cuda, create):
+    from vllm.config import CUDAGraphMode
+
+    args, _ = create(compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"})
+    mode = args.compilation_config.cudagraph_mode
+    assert mode == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"async_scheduling": True}, "async_scheduling must be left out"),
+        (
+            {"attention_backend": "FLASH_ATTN"},
+            "attention_backend must be left out .* got FLASH_ATTN",
+        ),
+        (
+            {"attention_config": {"backend": "TRITON_ATTN"}},
+            r"attention_config\.backend must be left out .* got TRITON_ATTN",
+        ),
+        (
+            {
+                "attention_config": {
+                    "backend_per_kind": {"full_attention": "FLASHINFER"}
+                }
+            },
+            "backend_per_kind must be left out",
+        ),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of"),
+    ],
+)
+def test_what_stands_in_the_way_is_refused_by_name(on_cuda, create, kwargs, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        create(**kwargs)
+
+
+def test_a_refusal_leaves_the_arguments_as_they_were(on_cuda, create, make_llama):
+    from vllm import EngineArgs
+
+    args = EngineArgs(
+        model=make_llama("target"),
+        async_scheduling=True,
+        speculative_config={"method": "specinfer", "model": make_llama("ssm")},
+    )
+    with pytest.raises(ValueError, match="async_scheduling"):
+        create(args)
+    assert args.attention_backend is None and args.async_scheduling is True
+    assert args.compilation_config.cudagraph_mode is None
+
+
+def test_every_choice_is_logged(on_cuda, create, caplog):
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        create()
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    for said in ("asynchronous scheduling is off", "CUDA graphs are off"):
+        assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "asynchronous", "sentence"),
+    [
+        ("CUSTOM", False, None),
+        (None, False, "the attention backend must be CUSTOM"),
+        ("FLASH_ATTN", False, "got FLASH_ATTN"),
+        ("CUSTOM", True, "async_scheduling must be off"),
+    ],
+)
+def test_the_worker_refuses_a_config_without_these_choices(
+    backend, asynchronous, sentence
+):
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(
+            backend=backend and SimpleNamespace(name=backend)
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    reason = refusals._cuda_reason(config)
+    assert reason is None if sentence is None else sentence in reason
+
+
+def test_a_worker_imports_nothing_of_the_other_device():
+    code = (
+        "import sys\n"
+        "import vllm.v1.worker.cpu.shm\n"
+        "import vllm_specinfer.{own}_worker, vllm_specinfer.speculator\n"
+        "import vllm_specinfer.attention.{attention}\n"
+        "found = [m for m in sys.modules if m.startswith({others})]\n"
+        "assert not found, found\n"
+    )
+    of_cpu = ("vllm_specinfer.kernels.cpu", "vllm_specinfer.cpu_worker")
+    of_cpu += ("vllm_specinfer.attention.cpu", "vllm_specinfer.hooks.cpu_v2")
+    of_cpu += ("vllm_specinfer.commit.compaction",)
+    of_cuda = ("vllm_specinfer.kernels.triton", "vllm_specinfer.gpu_worker")
+    of_cuda += ("vllm_specinfer.attention.cuda", "vllm_specinfer.commit.cuda")
+    for own, attention, others in (("gpu", "cuda", of_cpu), ("cpu", "cpu", of_cuda)):
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                code.format(own=own, attention=attention, others=others),
+            ],
+            env=os.environ | {"VLLM_PLUGINS": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, (own, run.stderr[-2000:])

@@ -1,0 +1,33 @@
+"""The worker on CUDA."""
+
+from vllm.utils.platform_utils import is_uva_available
+
+from vllm_specinfer.worker import TreeWorker
+
+
+class SpecInferGPUWorker(TreeWorker):
+    """vLLM's GPU worker; the host waits for every step."""
+
+    def init_device(self) -> None:
+        """As `TreeWorker`.
+
+        Raises:
+            ValueError: The device cannot write to host memory.
+        """
+        if not is_uva_available():
+            raise ValueError(
+                "pinned host memory must be available for method specinfer on CUDA, "
+                "where drafting reads the texts; got none"
+            )
+        super().init_device()
+
+    def register_attention(self) -> None:
+        """Fill CUSTOM, which the front end has chosen (hooks/cuda_arguments.py)."""
+        from vllm_specinfer.attention import cuda
+
+        cuda.register()
+
+    @property
+    def attention_summary(self) -> str:
+        """The backend, and what it has been tested on."""
+        return "CUSTOM, Triton kernels that have never been run on a GPU"

@@ -1,0 +1,55 @@
+"""What an engine on CUDA is started with, beside the user's arguments.
+
+Nothing of vLLM is replaced: these are choices that a user could have made.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from vllm_specinfer.refusals import CUDA_BACKEND
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def unsupported_reason(args: "EngineArgs") -> str | None:
+    """Why the user's own choices stand in the way, or None."""
+    if args.async_scheduling:
+        return (
+            "async_scheduling must be left out with method specinfer on CUDA, where "
+            "the host waits for every step; got True"
+        )
+    for name, chosen in (
+        ("attention_backend", args.attention_backend),
+        ("attention_config.backend", args.attention_config.backend),
+        ("attention_config.backend_per_kind", args.attention_config.backend_per_kind),
+    ):
+        if chosen and _name(chosen) != CUDA_BACKEND:
+            return (
+                f"{name} must be left out with method specinfer, tree attention is a "
+                f"backend of its own; got {_name(chosen)}"
+            )
+    return None
+
+
+def choose(args: "EngineArgs") -> None:
+    """Tree attention, synchronous scheduling, and no graphs unless asked for."""
+    from vllm.config import CUDAGraphMode
+    from vllm.logger import init_logger
+
+    logger = init_logger(f"vllm.{__name__}")
+    args.async_scheduling = False
+    logger.info("specinfer: asynchronous scheduling is off, the host waits for steps")
+    if args.attention_config.backend is None:
+        args.attention_backend = CUDA_BACKEND
+    if args.compilation_config.cudagraph_mode is None:
+        args.compilation_config = copy.copy(args.compilation_config)
+        args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        logger.info(
+            "specinfer: CUDA graphs are off; compilation_config.cudagraph_mode has "
+            "verification captured, drafting runs without"
+        )
+
+
+def _name(chosen: Any) -> str:
+    return getattr(chosen, "name", str(chosen))
