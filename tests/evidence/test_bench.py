@@ -56,8 +56,9 @@ def test_all_methods_answer_the_same_prompts_and_their_steps_are_counted(
         assert 0 < float(row["seconds to first token"]) < 60
     measured = rows_of(tmp_path / "turns.csv")
     counts = Counter((int(r["batch"]), r["method"]) for r in measured)
-    # One prompt at a time: all count. Two: the last two end in a batch that empties.
-    turns = {1: STARTS * PROMPTS, 2: STARTS * (PROMPTS // 2 - 1)}
+    # One prompt at a time: all count. Two: the first two begin at once, the last two
+    # end in a batch that empties.
+    turns = {1: STARTS * PROMPTS, 2: STARTS * (PROMPTS // 2 - 2)}
     assert counts == {(b, m): turns[b] for b in BATCHES for m in methods}
     for row in measured:
         if row["method"] == "plain":
@@ -113,11 +114,12 @@ def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full()
     traffic = Traffic(engine, [[1]] * 6, [None] * 6, batch=2)
     for _ in range(num_turns(6, 2)):
         traffic.take_turn()
-    # Steps 1 to 5 end texts 0 and 2, then 6 to 9 end 3 and 1; always two run.
+    # Steps 1 to 5 end texts 0 and 2, then 6 to 9 end 3 and 1; always two run. The first
+    # turn does not count.
     traffic.finish()
     log = SimpleNamespace(counts=Counter({1: 3}), sources=Counter())
     result = traffic.measured(log)
-    assert result.tokens.tolist() == [10, 8]
+    assert result.tokens.tolist() == [8]
     assert [len(text) for text in result.texts] == engine.lengths
     assert engine.most == 2
 

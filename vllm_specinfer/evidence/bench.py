@@ -4,8 +4,10 @@ All engines live in one process, and in each cell (prompts, temperature, batch) 
 them has as many requests in flight as the batch says: one that ends makes room for the
 next prompt. They take turns, until as many requests have ended as the batch holds: what
 slows the machine down slows all of them. Requests before the first one warm them up and
-do not count, neither do the last ones, when there is nothing to fill the batch with;
-between cells engines forget their texts.
+do not count, neither do the last ones, when there is nothing to fill the batch with,
+nor a batch's first turn, if there are more: all its requests begin at once, and an
+engine whose requests part then reads prompts of the next turn, too. Between cells
+engines forget their texts.
 
 Which engine starts first matters by several percent, so every further start is a
 process of its own, with the engines in the opposite order.
@@ -236,7 +238,10 @@ def _measure(
 
 
 def num_turns(num_prompts: int, batch: int) -> int:
-    """How often as many requests as a batch holds can end with the batch full."""
+    """How often as many requests as a batch holds can end with the batch full.
+
+    The first time does not count, unless it is the only one or a batch is one request.
+    """
     return max(1, num_prompts // batch - (batch > 1))
 
 
@@ -273,11 +278,12 @@ class Traffic:
         self._run_until(len(self._outputs) + len(self._waiting) + self._num_running())
 
     def measured(self, log: StepLog) -> Measured:
-        """All turns, and the texts of all requests."""
+        """The turns that count, and the texts of all requests."""
         outputs = [self._outputs[i] for i in sorted(self._outputs)]
+        first = int(self._batch > 1 and len(self._tokens) > 1)
         return Measured(
-            tokens=np.array(self._tokens),
-            seconds=np.array(self._seconds),
+            tokens=np.array(self._tokens[first:]),
+            seconds=np.array(self._seconds[first:]),
             texts=[list(o.outputs[0].token_ids) for o in outputs],
             waits=[o.metrics.first_token_latency for o in outputs],
             steps=collections.Counter(log.counts),
