@@ -6,7 +6,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_specinfer.drafting.children import ChildChooser, DraftRows
-from vllm_specinfer.kernels.cpu.gumbel import gumbel_noise
+from vllm_specinfer.noise import gumbel_noise
 from vllm_specinfer.tree.proposals import NO_DRAW
 from vllm_specinfer.tree.token_tree import ROOT
 

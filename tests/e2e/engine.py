@@ -354,7 +354,7 @@ def _runner(plain_v2: bool) -> Iterator[None]:
 def _branches(job: dict) -> Iterator[list[bool]]:
     """Fills a list: whether each accepted path left the chain of first children."""
     found: list[bool] = []
-    if job["llm"].get("speculative_config", {}).get("method") != "specinfer":
+    if (job["llm"].get("speculative_config") or {}).get("method") != "specinfer":
         yield found
         return
     from vllm_specinfer.model_state import TreeModelState

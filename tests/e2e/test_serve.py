@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with few KV blocks and small prefill chunks."""
     args = {
         **ARGS,
-        "num_gpu_blocks_override": 50,
+        "num_gpu_blocks_override": 36,
         "max_num_batched_tokens": 256,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,

@@ -8,6 +8,7 @@ import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.conftest import LLAMA, write_model
-from vllm_specinfer.hooks import speculative_config
+from vllm_specinfer.hooks import cpu_v2, speculative_config
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
@@ -69,12 +70,14 @@ def make_scheduler() -> SpecInferScheduler:
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
-    scheduler = SpecInferScheduler(
-        config,
-        KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
-        StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
-    )
+    # It lives in the tests' own process, whose later engines may be plain ones.
+    with mock.patch.object(cpu_v2, "enable_in_frontend"):
+        scheduler = SpecInferScheduler(
+            config,
+            KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+            StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+        )
     scheduler._checked = True
     return scheduler
 

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm_specinfer.device import read
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.block_table import BlockTables
@@ -86,8 +88,9 @@ def check_tables(
     for req_id, per_group in expected.items():
         for group, block_ids in enumerate(per_group):
             count = int(tables.num_blocks.np[group, slots[req_id]])
-            row = tables.block_tables[group].gpu[slots[req_id], :count].tolist()
-            _must(row == block_ids, f"{req_id}'s table", f"be {block_ids}", row)
+            (row,) = read(tables.block_tables[group].gpu[slots[req_id], :count])
+            found = row.tolist()
+            _must(found == block_ids, f"{req_id}'s table", f"be {block_ids}", found)
 
 
 def _must(holds: bool, what: str, wanted: str, got: object) -> None:
