@@ -8,7 +8,6 @@ import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.conftest import LLAMA, write_model
-from vllm_specinfer.hooks import cpu_v2, speculative_config
+from vllm_specinfer.hooks import speculative_config
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
@@ -70,14 +69,15 @@ def make_scheduler() -> SpecInferScheduler:
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
+    speculative_config._switch_runner_on()
+    scheduler = SpecInferScheduler(
+        config,
+        KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+        StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+    )
     # It lives in the tests' own process, whose later engines may be plain ones.
-    with mock.patch.object(cpu_v2, "enable_in_frontend"):
-        scheduler = SpecInferScheduler(
-            config,
-            KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
-            StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-        )
+    speculative_config._switch_runner_off()
     scheduler._checked = True
     return scheduler
 
@@ -89,11 +89,11 @@ class Worker:
         self.slots: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.kv: list = [GARBAGE] * (NUM_BLOCKS * BLOCK_SIZE)
-        table = np.zeros((SLOTS, 2 * MAX_LEN // BLOCK_SIZE), np.int32)
+        self.table = np.zeros((SLOTS, 2 * MAX_LEN // BLOCK_SIZE), np.int32)
         # As vLLM's: [1, S] blocks held, and per group a table [S, B].
         self.tables = SimpleNamespace(
             num_blocks=SimpleNamespace(np=np.zeros((1, SLOTS), np.int32)),
-            block_tables=[SimpleNamespace(gpu=table)],
+            block_tables=[SimpleNamespace(gpu=torch.from_numpy(self.table))],
         )
 
     def begin(self, output: SchedulerOutput) -> None:
@@ -146,13 +146,13 @@ class Worker:
         slot = self.slots[req_id]
         held = self.tables.num_blocks.np[0, slot]
         assert position < held * BLOCK_SIZE, f"{req_id} has no slot for {position}"
-        block = self.tables.block_tables[0].gpu[slot, position // BLOCK_SIZE]
+        block = self.table[slot, position // BLOCK_SIZE]
         return int(block) * BLOCK_SIZE + position % BLOCK_SIZE
 
     def _append(self, req_id: str, ids: list[int]) -> None:
         slot = self.slots[req_id]
         start = self.tables.num_blocks.np[0, slot]
-        self.tables.block_tables[0].gpu[slot, start : start + len(ids)] = ids
+        self.table[slot, start : start + len(ids)] = ids
         self.tables.num_blocks.np[0, slot] += len(ids)
 
 
