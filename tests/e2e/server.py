@@ -57,7 +57,7 @@ def serve(
     model: str,
     log: Path,
     *flags: str,
-    speculative: dict | None,
+    speculative: dict,
     engine_args: dict,
     env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
@@ -67,7 +67,7 @@ def serve(
         model: The target's folder.
         log: Where its output goes.
         *flags: More of its command line.
-        speculative: The speculative config; None for plain vLLM.
+        speculative: The speculative config.
         engine_args: As `LLM` takes them; True is a flag without a value.
         env: More of the environment.
     """
@@ -80,9 +80,8 @@ def serve(
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--port", str(port), "--host", "127.0.0.1", *flags),
+        *("--speculative-config", json.dumps(speculative)),
     ]
-    if speculative is not None:
-        command += ["--speculative-config", json.dumps(speculative)]
     environment = os.environ | engine.ENV | (env or {})
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with log.open("w") as file:
