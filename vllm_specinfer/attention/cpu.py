@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
@@ -27,7 +26,6 @@ from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.compaction import CPUCommit
@@ -35,10 +33,10 @@ from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
-from vllm_specinfer.tree.token_tree import num_words
+from vllm_specinfer.tree.token_tree import chain_bits, num_words
 
 # Rows of a request up to which our kernel has been measured not to be slower than
-# vLLM's (benchmarks/p7_tree_attention.py); one word holds their bits.
+# vLLM's (benchmarks/p7_tree_attention.py).
 MAX_CHAIN = 32
 
 
@@ -55,18 +53,13 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     # `build` has the argument `tree`.
     takes_trees = True
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # A plain engine that starts in this process later finds this builder, too.
-        drafts_trees = isinstance(vllm_config.speculative_config, SpecInferConfig)
+        speculative_config = self.vllm_config.speculative_config
+        drafts_trees = isinstance(speculative_config, SpecInferConfig)
         layout = page_layout(
-            self.isa, kv_cache_spec.dtype, self.block_size, self.head_dim
+            self.isa, self.kv_cache_spec.dtype, self.block_size, self.head_dim
         )
         self._runs_chains = (
             drafts_trees and layout.is_plain and extension.load() is not None
@@ -136,8 +129,7 @@ def _with_chains(
         return tree
     # Row i of a chain sees the rows up to itself.
     row = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-    chains = np.zeros_like(bits)
-    chains[:, 0] = (np.int64(2) << row) - 1
+    chains = chain_bits(counts.max(), bits.shape[1])[row]
     of_tree = np.repeat(is_tree, counts)[:, None]
     computed = common.seq_lens.numpy() - counts
     return TreeRows(

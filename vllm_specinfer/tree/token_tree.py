@@ -146,8 +146,6 @@ def ancestor_bits(parents: np.ndarray) -> np.ndarray:
 
 def chain_bits(num_rows: int, words: int) -> np.ndarray:
     """[num_rows, words] int64: the lower triangle, an ordinary causal mask."""
-    parents = np.arange(-1, num_rows - 2, dtype=np.int32)[None]
-    bits = np.zeros((num_rows, words), np.int64)
-    chain = ancestor_bits(parents)[0]
-    bits[:, : chain.shape[1]] = chain
-    return bits
+    seen = np.arange(1, num_rows + 1)[:, None] - np.arange(words) * WORD_BITS
+    partly = (np.int64(1) << seen.clip(0, WORD_BITS - 1)) - 1
+    return np.where(seen < WORD_BITS, partly, -1)
