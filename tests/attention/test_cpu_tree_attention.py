@@ -434,6 +434,30 @@ def test_a_mixed_batch_runs_both_kernels(extra, monkeypatch):
     assert_close(out, expected)
 
 
+def test_the_stock_kernel_runs_nothing_before_the_first_prompt(monkeypatch):
+    requests = [
+        Request(50, random_parents(8, 14)),
+        Request(64, chain(32), is_tree=False),
+        Request(20, chain(40), is_tree=False),
+        Request(0, chain(90), is_tree=False),
+    ]
+    batch = Batch(requests, unwritten=0)
+    impl = make_impl(batch, monkeypatch)
+    stock, num_rows = ops.cpu_attention_with_kv_cache, []
+
+    def count(query, **kwargs):
+        num_rows.append(len(query))
+        stock(query, **kwargs)
+
+    monkeypatch.setattr(ops, "cpu_attention_with_kv_cache", count)
+    for tree in (batch.tree_rows(), None):
+        if tree is None:  # a step without drafts
+            batch.requests[0].is_tree, batch.requests[0].parents = False, chain(8)
+        out = forward(batch, impl, build(batch, tree))
+        assert_close(out, batch.expected())
+    assert num_rows == [130, 130]
+
+
 def refuse_stock_kernel(monkeypatch) -> None:
     def refuse(*_args, **_kwargs):
         raise AssertionError("stock kernel called")

@@ -1,12 +1,11 @@
 """vLLM's CPU attention backend with tree rows.
 
-The rows of trees run on our kernel, in one pass over the paged cache, and so do the few
-rows of requests without a tree, which are chains. Where a prompt has more, all requests
-without a tree run on vLLM's kernel. That one runs the whole step, so a step should not
-need it for a request or two.
+The rows of trees run on our kernel, in one pass over the paged cache, and so do the
+few rows of requests without a tree, which are chains. Prompts have more. The runner
+puts them last, and vLLM's kernel runs the requests from the first of them on.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,17 @@ MAX_CHAIN = 32
 
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata plus the step's trees, None in a step without any."""
+    """vLLM's metadata plus what runs on which kernel.
+
+    Attributes:
+        tree: The rows that run on our kernel.
+        prompts: vLLM's metadata of the step's last requests, None for none of them.
+        first_prompt_row: Where their rows begin.
+    """
 
     tree: TreeRows | None = None
+    prompts: CPUAttentionMetadata | None = None
+    first_prompt_row: int = 0
 
 
 class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -85,13 +92,16 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         """
         if self._runs_chains:
             tree = _with_chains(common_attn_metadata, tree)
-        if tree is not None and tree.all_tree:
-            return self.build_level(common_attn_metadata, tree)
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if tree is None:
-            return stock
-        values = {f.name: getattr(stock, f.name) for f in fields(stock)}
-        return TreeAttentionMetadata(**values, tree=tree)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = self.build_level(common_attn_metadata, tree)
+        if not tree.all_tree:
+            # The first request that is not ours; ours after it run on both kernels.
+            first = int(tree.is_tree.byte().argmin())
+            prompts = _from_request(common_attn_metadata, first)
+            metadata.prompts = super().build(0, prompts, fast_build)
+            metadata.first_prompt_row = int(common_attn_metadata.query_start_loc[first])
+        return metadata
 
     def build_level(
         self, common: CommonAttentionMetadata, tree: TreeRows
@@ -113,30 +123,48 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 def _with_chains(
     common: CommonAttentionMetadata, tree: TreeRows | None
 ) -> TreeRows | None:
-    """The step's trees and, as chains, its other requests; not where they are long."""
+    """The step's trees and, as chains, its other requests that are short."""
     starts = common.query_start_loc.numpy()
     counts = np.diff(starts)
+    is_short = counts <= MAX_CHAIN
     if tree is None:
         is_tree = np.zeros(len(counts), bool)
         bits = np.zeros((common.num_actual_tokens, num_words(MAX_CHAIN)), np.int64)
         context_lens = np.zeros(len(counts), np.int32)
-    elif tree.all_tree:
-        return tree
     else:
         is_tree, bits = tree.is_tree.numpy(), tree.ancestor_bits.numpy()
         context_lens = tree.context_lens.numpy()
-    if counts[~is_tree].max() > MAX_CHAIN:
+    is_chain = is_short & ~is_tree
+    if not is_chain.any():
         return tree
     # Row i of a chain sees the rows up to itself.
-    row = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-    chains = chain_bits(counts.max(), bits.shape[1])[row]
-    of_tree = np.repeat(is_tree, counts)[:, None]
+    row = (np.arange(starts[-1]) - np.repeat(starts[:-1], counts)) % MAX_CHAIN
+    chains = chain_bits(MAX_CHAIN, bits.shape[1])[row]
+    of_chain = np.repeat(is_chain, counts)[:, None]
     computed = common.seq_lens.numpy() - counts
+    ours = is_tree | is_chain
     return TreeRows(
-        is_tree=torch.ones(len(counts), dtype=torch.bool),
-        context_lens=torch.from_numpy(np.where(is_tree, context_lens, computed)),
-        ancestor_bits=torch.from_numpy(np.where(of_tree, bits, chains)),
-        all_tree=True,
+        is_tree=torch.from_numpy(ours),
+        context_lens=torch.from_numpy(np.where(is_chain, computed, context_lens)),
+        ancestor_bits=torch.from_numpy(np.where(of_chain, chains, bits)),
+        all_tree=bool(ours.all()),
+    )
+
+
+def _from_request(
+    common: CommonAttentionMetadata, first: int
+) -> CommonAttentionMetadata:
+    """A step's requests from this one on, as if there were no others."""
+    start = int(common.query_start_loc[first])
+    return replace(
+        common,
+        query_start_loc=common.query_start_loc[first:] - start,
+        query_start_loc_cpu=common.query_start_loc_cpu[first:] - start,
+        seq_lens=common.seq_lens[first:],
+        num_reqs=common.num_reqs - first,
+        num_actual_tokens=common.num_actual_tokens - start,
+        block_table_tensor=common.block_table_tensor[first:],
+        slot_mapping=common.slot_mapping[start:],
     )
 
 
@@ -185,20 +213,23 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             `output`.
         """
         tree = getattr(attn_metadata, "tree", None)
-        if tree is None or not tree.all_tree:
+        stock, first_row = attn_metadata, 0
+        if tree is not None:
+            stock, first_row = attn_metadata.prompts, attn_metadata.first_prompt_row
+        if tree is None or stock is not None:
             super().forward(
                 layer,
-                query,
-                key,
-                value,
+                query[first_row:],
+                key[first_row:],
+                value[first_row:],
                 kv_cache,
-                attn_metadata,
-                output,
+                stock,
+                output[first_row:],
                 output_scale,
                 output_block_scale,
             )
-            if tree is None:
-                return output
+        if tree is None:
+            return output
         if self.sinks is not None and self._float_sinks is None:
             self._float_sinks = self.sinks.float().contiguous()
         num_tokens = attn_metadata.num_actual_tokens
