@@ -108,7 +108,7 @@ def main() -> None:
         (runner, "execute_model", "target forward"),
         (runner, "sample", "target head and verification"),
         (runner.model_state, "commit", "  of it KV commit"),
-        (speculator, "propose", "drafting"),
+        (speculator, "draft", "drafting"),
         (source.ssm, "catch_up", "  catch-up pass"),
         (source.ssm, "run_level", "  level: SSM pass"),
         (source.ssm, "likeliest", "  level: head"),

@@ -1,8 +1,14 @@
-"""The speculator vLLM's runner calls after each step: ask the sources, write trees."""
+"""The speculator of vLLM's runner: ask the sources, write trees.
+
+The runner asks for drafts while the step's output waits to be sent. Trees are grown
+after that, when the engine fetches the drafts (`TreeWorker.take_draft_token_ids`), so
+that no client waits for them.
+"""
 
 import functools
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +59,16 @@ logger = init_logger(__name__)
 SAVE_STEPS = 500
 
 
+@dataclass(frozen=True)
+class DraftRequest:
+    """What `propose` was asked."""
+
+    input_batch: InputBatch
+    num_sampled: torch.Tensor
+    states: torch.Tensor | None
+    num_nodes: int | None
+
+
 class TreeSpeculator(DraftModelSpeculator):
     """Proposes one token tree per request.
 
@@ -84,6 +100,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
         self._names = self.speculative_config.source_names
+        self._asked: DraftRequest | None = None
         self._finished_at = 0.0
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
@@ -294,7 +311,7 @@ class TreeSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Grow the next trees (vllm/v1/worker/gpu/spec_decode/speculator.py).
+        """Note what `draft` is to do (vllm/v1/worker/gpu/spec_decode/speculator.py).
 
         Args:
             input_batch: The batch just verified.
@@ -311,23 +328,41 @@ class TreeSpeculator(DraftModelSpeculator):
             **kwargs: Unused.
 
         Returns:
-            [B, N] int64 node tokens in flat order.
+            [B, N] int64, as if nothing were drafted.
         """
-        drafts = np.zeros((input_batch.num_reqs, self.num_speculative_steps), np.int64)
         if dummy_run:
             n = input_batch.num_tokens
             for source in self.sources.ssms:
                 source.ssm.dummy_forward(
                     input_batch.input_ids[:n], input_batch.positions[:n]
                 )
-            return stage(self.device, drafts)[0]
+        else:
+            states = None
+            if self.speculative_config.reads_layers:
+                states = torch.cat(aux_hidden_states, dim=-1)
+            elif self.speculative_config.reads_states:
+                states = last_hidden_states
+            self._asked = DraftRequest(
+                input_batch, num_sampled, states, num_speculative_tokens
+            )
+        shape = (input_batch.num_reqs, self.num_speculative_steps)
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    @torch.inference_mode()
+    def draft(self) -> tuple[InputBatch, torch.Tensor] | None:
+        """Grow the trees that `propose` was asked for.
+
+        Returns:
+            The batch and [B, n] int64 node tokens in flat order, for the n nodes that
+            were asked for; None where nothing was.
+        """
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
         started = time.perf_counter()
-        states = None
-        if self.speculative_config.reads_layers:
-            states = torch.cat(aux_hidden_states, dim=-1)
-        elif self.speculative_config.reads_states:
-            states = last_hidden_states
-        step = self._step(input_batch, num_sampled, states)
+        input_batch = asked.input_batch
+        drafts = np.zeros((input_batch.num_reqs, self.num_speculative_steps), np.int64)
+        step = self._step(input_batch, asked.num_sampled, asked.states)
         if step.decodes_only:
             seconds = time.perf_counter() - self._finished_at
             num_rows = input_batch.num_tokens
@@ -336,9 +371,7 @@ class TreeSpeculator(DraftModelSpeculator):
             if self.budget.learns:
                 self._remember()
         self._trees.drop(step.slots)
-        trees, draws, counts, reasons = self.sources.propose(
-            step, num_speculative_tokens
-        )
+        trees, draws, counts, reasons = self.sources.propose(step, asked.num_nodes)
         # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
         drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
@@ -354,7 +387,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         self._on_time(DRAFT, self._finished_at - started)
-        return stage(self.device, drafts)[0]
+        return input_batch, stage(self.device, drafts)[0][:, : asked.num_nodes]
 
     def _step(
         self,

@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import refusals
 from vllm_specinfer.scheduling import blocks, invariants
@@ -76,11 +77,12 @@ class TreeWorker(Worker):
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The last drafts, as many as each request's tree has nodes, and their parents.
+        """Draft; as many nodes as each request's tree has, and their parents.
 
         The runner reports N tokens for every request, as placeholders unless a grammar
         wants to know them (vllm/v1/worker/gpu/spec_decode/utils.py).
         """
+        self._draft()
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
@@ -97,9 +99,21 @@ class TreeWorker(Worker):
         )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Verify and draft; what is counted goes along with the step's output."""
+        """Verify; what was counted since the last step goes along with its output."""
         output = super().sample_tokens(*args, **kwargs)
         if output is not None:
             stats = self.model_runner.speculator.take_stats()
             output.model_runner_output.tree_stats = stats
         return output
+
+    def _draft(self) -> None:
+        """Put the drafts where the runner puts what `propose` returns."""
+        runner = self.model_runner
+        with use_workspace_lane(runner._draft_workspace_lane):
+            drafted = runner.speculator.draft()
+        if drafted is not None:
+            batch, tokens = drafted
+            runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = (
+                tokens
+            )
+            runner.draft_tokens_handler.set_draft_tokens(batch, tokens)
