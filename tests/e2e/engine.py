@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -208,6 +209,13 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
         return mock.patch.object(SpecInferScheduler, "update_draft_token_ids", cut)
 
+    def drafts_take_a_second():
+        def slow(self):
+            time.sleep(1)
+            return draft(self)
+
+        return mock.patch.object(speculator.TreeSpeculator, "draft", slow)
+
     @contextlib.contextmanager
     def draft_and_save_every_step():
         always = {n: getattr(Budget, n) for n in ("drafts", "expands", "least_score")}
@@ -218,6 +226,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
             yield
 
     propose = NeuralSource.propose
+    draft = speculator.TreeSpeculator.draft
     update = SpecInferScheduler.update_draft_token_ids
     start, asks = SourceSet.start, SourceSet._asks_ssms
     joined = sampler.joined
@@ -260,6 +269,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "no_stock_attention": no_stock_attention,
         "record_drafts": record_drafts,
+        "drafts_take_a_second": drafts_take_a_second,
         "draft_and_save_every_step": draft_and_save_every_step,
         "states_lost": lambda: mock.patch.object(
             EagleHead, "_keep", lambda *args: None
@@ -405,6 +415,9 @@ def _generate(job: dict) -> dict:
         "texts": [[c.text for c in o.outputs] for o in outputs],
         "gaps": [[_top_gaps(c.logprobs) for c in o.outputs] for o in outputs],
         "logprobs": [[_logprobs(c.logprobs) for c in o.outputs] for o in outputs],
+        "first_token_seconds": [
+            o.metrics.first_token_ts - o.metrics.scheduled_ts for o in outputs
+        ],
         "prompt_logprobs": [_logprobs(o.prompt_logprobs) for o in outputs],
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),

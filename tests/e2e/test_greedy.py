@@ -151,6 +151,14 @@ def test_steps_of_few_rows_do_without_vllms_attention(models):
     check(plain, tree)
 
 
+def test_a_token_leaves_before_the_next_tree_is_drafted(models):
+    params = {**GREEDY, "max_tokens": 2}
+    slow = job(models, {}, [params], PROMPTS[:1])
+    slow["mutation"] = "drafts_take_a_second"
+    (result,) = engine.run([slow])
+    assert max(result["first_token_seconds"]) < 1
+
+
 def test_an_ssm_that_is_always_wrong_changes_nothing(models, tmp_path):
     target, _ = models
     wrong = tiny_llama(
