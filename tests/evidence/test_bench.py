@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
-from vllm_specinfer.evidence.bench import Traffic, num_turns
+from vllm_specinfer.evidence.bench import Traffic, choose, num_turns
 from vllm_specinfer.evidence.measured import Measured, report
 
 MAX_TOKENS = 16
@@ -102,7 +102,7 @@ class Engine:
             if request.num_output_tokens == self.lengths[int(name)]:
                 del self.requests[name]
                 texts = [SimpleNamespace(token_ids=[0] * self.lengths[int(name)])]
-                metrics = SimpleNamespace(first_token_latency=1.0)
+                metrics = SimpleNamespace(queued_ts=1.0, first_token_ts=2.0)
                 output = {"request_id": name, "outputs": texts, "metrics": metrics}
                 ended.append(SimpleNamespace(**output))
         return ended
@@ -122,6 +122,18 @@ def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full()
     assert result.tokens.tolist() == [8]
     assert [len(text) for text in result.texts] == engine.lengths
     assert engine.most == 2
+
+
+@pytest.mark.parametrize(("batch", "max_turns"), [(1, 3), (4, 2), (4, 8)])
+def test_prompts_are_chosen_for_as_many_turns(batch, max_turns):
+    prompts = [[i] for i in range(40)]
+    chosen = choose(prompts, batch, max_turns)
+    # One turn of several requests does not count.
+    assert num_turns(len(chosen), batch) - (batch > 1) == max_turns
+    gaps = np.diff([i for (i,) in chosen])
+    assert gaps.min() >= gaps.max() - 1
+    assert 40 - chosen[-1][0] <= gaps.max() + 1
+    assert choose(prompts, 4, 9) == choose(prompts, 4, 0) == prompts
 
 
 def measured(seconds, tokens, texts, steps):

@@ -54,6 +54,8 @@ class BenchSettings:
         ignore_eos: All answers are that long.
         engine: Further arguments of every `vllm.LLM`.
         starts: How often everything is measured, in alternating orders of starting.
+        max_turns: Of each cell and start, those that count; 0 for as many as there are
+            prompts for.
     """
 
     target: str
@@ -66,6 +68,7 @@ class BenchSettings:
     ignore_eos: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
     starts: int = 1
+    max_turns: int = 0
 
     def __post_init__(self) -> None:
         if PLAIN in self.configs:
@@ -200,12 +203,16 @@ def _measure(
     from vllm.sampling_params import RequestOutputKind
 
     logs = {name: StepLog(llm) for name, llm in engines.items()}
-    turns = {cell: num_turns(len(prompts[cell[0]]), cell[2]) for cell in settings.cells}
+    chosen_of = {
+        cell: choose(prompts[cell[0]], cell[2], settings.max_turns)
+        for cell in settings.cells
+    }
+    turns = {cell: num_turns(len(found), cell[2]) for cell, found in chosen_of.items()}
     num_turns_in_all = sum(turns.values()) + len(turns)
     results: Results = {}
     with tqdm(total=num_turns_in_all * len(engines), desc=title) as bar:
         for cell in settings.cells:
-            chosen, temperature, batch = prompts[cell[0]], *cell[1:]
+            chosen, temperature, batch = chosen_of[cell], *cell[1:]
             params = [
                 SamplingParams(
                     temperature=temperature,
@@ -235,6 +242,16 @@ def _measure(
                 name: traffic[name].measured(logs[name]) for name in engines
             }
     return results
+
+
+def choose(prompts: list[list[int]], batch: int, max_turns: int) -> list[list[int]]:
+    """As many prompts as so many turns need, spread over all; 0 turns for all of them.
+
+    The first turn and the last requests, which do not count, need as many each.
+    """
+    wanted = batch * (max_turns + 2 * (batch > 1)) if max_turns else len(prompts)
+    wanted = min(wanted, len(prompts))
+    return [prompts[i * len(prompts) // wanted] for i in range(wanted)]
 
 
 def num_turns(num_prompts: int, batch: int) -> int:
@@ -285,7 +302,7 @@ class Traffic:
             tokens=np.array(self._tokens[first:]),
             seconds=np.array(self._seconds[first:]),
             texts=[list(o.outputs[0].token_ids) for o in outputs],
-            waits=[o.metrics.first_token_latency for o in outputs],
+            waits=[o.metrics.first_token_ts - o.metrics.queued_ts for o in outputs],
             steps=collections.Counter(log.counts),
             sources=collections.Counter(log.sources),
         )

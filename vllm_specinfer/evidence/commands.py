@@ -225,6 +225,13 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         help="measure so often, the engines started in alternating orders (2)",
     )
     parser.add_argument(
+        "--max-turns",
+        type=int,
+        default=0,
+        help="turns that count, of each batch size and start; 0 (default): all that "
+        "the prompts allow",
+    )
+    parser.add_argument(
         "--ignore-eos", action="store_true", help="all answers have --max-tokens"
     )
     parser.add_argument(
@@ -274,6 +281,7 @@ def _bench(args: argparse.Namespace) -> int:
         ignore_eos=args.ignore_eos,
         engine=args.engine,
         starts=args.starts,
+        max_turns=args.max_turns,
     )
     compare = bench_served if args.served else bench
     print(compare(args.out, settings, sys.argv))
