@@ -65,7 +65,11 @@ class TreeWorker(Worker):
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run the target; first, blocks that trees gave back leave the tables."""
+        """Run the target; first, blocks that trees gave back leave the tables.
+
+        And drafts that nobody has fetched are made: vLLM's warm-up fetches none.
+        """
+        self._draft()
         tables = self.model_runner.block_tables
         slots = self.model_runner.req_states.req_id_to_index
         if kept := getattr(scheduler_output, "kept_blocks", None):

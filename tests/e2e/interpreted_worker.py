@@ -47,14 +47,15 @@ def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
     """What a counter says at the end of each step."""
     from vllm_specinfer.speculator import TreeSpeculator
 
-    propose, found = TreeSpeculator.propose, []
+    draft, found = TreeSpeculator.draft, []
 
-    def proposed(*args: Any, **kwargs: Any) -> Any:
-        result = propose(*args, **kwargs)
-        found.append(counter())
+    def drafted(self: TreeSpeculator) -> Any:
+        result = draft(self)
+        if result is not None:
+            found.append(counter())
         return result
 
-    with mock.patch.object(TreeSpeculator, "propose", proposed):
+    with mock.patch.object(TreeSpeculator, "draft", drafted):
         yield found
 
 
