@@ -23,12 +23,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 
 
-def wrong_ssm(folder: Path) -> Path:
-    """The shipped SSM with random weights."""
+def wrong_ssm(pool: Path, folder: Path) -> Path:
+    """A pool's first SSM with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shutil.copytree(POOL / "ssm0", folder, dirs_exist_ok=True)
+    shutil.copytree(pool / "ssm0", folder, dirs_exist_ok=True)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -54,9 +54,12 @@ def main() -> int:
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/load"))
+    parser.add_argument("--target", help="SmolLM2-135M where it is not given")
+    parser.add_argument("--pool", type=Path, default=POOL, help="with the SSM")
     args, rest = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    prompts = assets.prompt_ids("mtbench")
+    target = args.target or str(assets.smollm2())
+    prompts = assets.prompt_ids("mtbench", model=target)
     files = []
     for length in args.contexts:
         files.append(str(args.out / f"context-{length}.jsonl"))
@@ -65,10 +68,11 @@ def main() -> int:
                 file.write(json.dumps({"prompt": ids}) + "\n")
     configs = []
     for name in args.ssms:
-        model = POOL if name == "good" else wrong_ssm(args.out / name)
+        model = args.pool if name == "good" else wrong_ssm(args.pool, args.out / name)
         configs += ["--config", f"{name}={json.dumps({'model': str(model)})}"]
     engine = ["--engine", '{"dtype": "float32"}']
-    common = ["bench", "--ignore-eos", "--out", str(args.out), "--prompts", *files]
+    common = ["bench", "--ignore-eos", "--target", target]
+    common += ["--out", str(args.out), "--prompts", *files]
     return cli.main([*common, *configs, *engine, *rest])
 
 

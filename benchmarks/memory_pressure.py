@@ -38,6 +38,7 @@ def counts(llm: LLM) -> dict[str, int]:
 def main() -> None:
     """Print a line per turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--ssm", default="examples/pools/smollm2-135m/ssm0")
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--scheduler", default="auto")
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     texts = [text[:700] for text in assets.mtbench()[: options.prompts]]
-    target = str(assets.smollm2())
+    target = options.target or str(assets.smollm2())
     prompts = [
         {"prompt_token_ids": ids} for ids in assets.chat_token_ids(target, texts)
     ]

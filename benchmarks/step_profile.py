@@ -5,17 +5,31 @@
 Both engines live in this process and answer MT-bench prompts in turn; the ratio is the
 median over prompts. "one level" is one SSM pass over a tree's level plus its head and
 the choice of the next frontier; the goal is at most 3 ms on 2 cores.
+
+"bookkeeping" is what trees cost beyond the models, at most 5% of a step by the goals
+(P11). A part is the time inside its functions that no other watched function takes:
+
+- build: the choice of children, frontiers, the tables of trees, what attention is told
+  of them, their way from the worker to the scheduler;
+- merge: one tree of all sources' nodes, the best of them;
+- verify: the walk down the trees and the texts it makes;
+- commit: the K/V of accepted paths moves;
+- policy: how many nodes a step is worth, and what is learned from it.
+
+What is not: passes and heads of target and SSMs with their inputs, lookups, and vLLM's
+sampling of the rows that a walk stands at, with the tests of draws under mss and rrs.
 """
 
 import argparse
 import collections
+import functools
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer.evidence.engines import forget, runner_of
+from vllm_specinfer.evidence.engines import core_of, forget
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -23,6 +37,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
+
+BUILD, MERGE, VERIFY, COMMIT, POLICY = "build", "merge", "verify", "commit", "policy"
+PARTS = (BUILD, MERGE, VERIFY, COMMIT, POLICY)
+DECISIONS = ("grows", "drafts", "expands", "least_score")
+DECISIONS += ("observe_step", "observe_draft")
 
 SCHEMA = {
     "type": "object",
@@ -36,18 +55,107 @@ SCHEMA = {
 }
 
 
-def timed(holder: Any, name: str, times: dict[str, list[float]], label: str) -> None:
-    """Replace a method by one that notes how long each call takes."""
-    method = getattr(holder, name)
+class Times:
+    """What calls take, and what of it they take themselves.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            times[label].append(time.perf_counter() - start)
+    Attributes:
+        calls: Label -> [n] seconds of each call, with all that it calls.
+        own: Part of the bookkeeping -> seconds, without watched calls inside.
+    """
 
-    setattr(holder, name, call)
+    def __init__(self) -> None:
+        """Nothing is watched yet."""
+        self.calls: dict[str, list[float]] = collections.defaultdict(list)
+        self.own: collections.Counter[str] = collections.Counter()
+        # Of each watched call that runs: seconds of watched calls inside.
+        self._inside: list[float] = []
+
+    def watch(
+        self, holder: Any, name: str, label: str | None = None, part: str | None = None
+    ) -> None:
+        """Replace a function by one that notes how long each call takes.
+
+        Args:
+            holder: A module, class or object.
+            name: Of the function there.
+            label: In `calls`, if it is to be listed there.
+            part: In `own`; None for what is no bookkeeping.
+        """
+        function = getattr(holder, name)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - start
+                inside = self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += seconds
+                if label is not None:
+                    self.calls[label].append(seconds)
+                if part is not None:
+                    self.own[part] += seconds - inside
+
+        setattr(holder, name, call)
+
+
+def watch_bookkeeping(times: Times, llm: Any) -> None:
+    """Watch what the head of this file says, and what is inside of it but no part.
+
+    Args:
+        times: Hears of it.
+        llm: An engine with an SSM.
+    """
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from vllm_specinfer.drafting import sources
+    from vllm_specinfer.drafting.growth import TreeGrowth
+    from vllm_specinfer.tree.candidates import Candidates
+    from vllm_specinfer.tree.table import StepPlan, TreeTable
+    from vllm_specinfer.verify.sampler import TreeSampler, _RowArgmax
+
+    scheduler = core_of(llm).scheduler
+    worker = core_of(llm).model_executor.driver_worker.worker
+    runner = worker.model_runner
+    speculator = runner.speculator
+    asked, budget = speculator.sources, speculator.budget
+    source = asked.ssms[0]
+    for holder, name, label, part in (
+        (runner, "execute_model", "target forward", None),
+        (runner, "sample", "target head and verification", None),
+        (TreeSampler, "__call__", None, VERIFY),
+        (Sampler, "__call__", None, None),
+        (_RowArgmax, "__call__", None, None),
+        (runner.model_state, "commit", "  of it KV commit", COMMIT),
+        (worker, "take_draft_token_ids", "drafting", BUILD),
+        # Called twice a step, once with nothing to do.
+        (speculator, "draft", None, BUILD),
+        (source.ssm, "catch_up", "  catch-up pass", None),
+        (source.ssm, "run_level", "  level: SSM pass", None),
+        (source.ssm, "likeliest", "  level: head", None),
+        (source.chooser, "choose", "  level: choice of children", BUILD),
+        (TreeGrowth, "extend", "  level: frontier", BUILD),
+        (TreeTable, "plan_step", None, BUILD),
+        (StepPlan, "positions", None, BUILD),
+        (StepPlan, "ancestor_bits", None, BUILD),
+        (scheduler, "update_draft_token_ids", None, BUILD),
+        (asked, "propose", None, MERGE),
+        (sources, "merge", None, MERGE),
+        (Candidates, "best", None, MERGE),
+        (asked, "observe", None, POLICY),
+        (speculator, "_remember", None, POLICY),
+        *((budget, name, None, POLICY) for name in DECISIONS),
+        *((found, "propose", None, BUILD) for found in asked.ssms),
+        # Further SSMs and lookups: their work is drafting.
+        *((found.ssm, "catch_up", None, None) for found in asked.ssms[1:]),
+        *((found.ssm, "run_level", None, None) for found in asked.ssms[1:]),
+        *((found.ssm, "likeliest", None, None) for found in asked.ssms[1:]),
+        *((found, "propose", None, None) for found in asked.lookups),
+    ):
+        times.watch(holder, name, label, part)
 
 
 def main() -> None:
@@ -63,16 +171,16 @@ def main() -> None:
         "--json", action="store_true", help="answers must follow a JSON schema"
     )
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--ssm", default=str(POOL))
+    parser.add_argument("--target", help="SmolLM2-135M where it is not given")
+    parser.add_argument("--ssm", default=str(POOL), help="an SSM or a pool with one")
     parser.add_argument("--scheduler", default="auto")
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_specinfer import assets
-    from vllm_specinfer.drafting.growth import TreeGrowth
 
-    target = str(assets.smollm2())
+    target = args.target or str(assets.smollm2())
     common: dict[str, Any] = {
         "model": target,
         "dtype": args.dtype,
@@ -89,7 +197,7 @@ def main() -> None:
     }
     plain = LLM(**common)
     tree = LLM(**common, speculative_config=config)
-    prompts = assets.prompt_ids(args.data, args.prompts)
+    prompts = assets.prompt_ids(args.data, args.prompts, target)
     params = SamplingParams(
         temperature=args.temperature,
         max_tokens=args.max_tokens,
@@ -100,22 +208,8 @@ def main() -> None:
         llm.generate({"prompt_token_ids": prompts[0]}, params, use_tqdm=False)
         forget(llm)
 
-    times: dict[str, list[float]] = collections.defaultdict(list)
-    runner = runner_of(tree)
-    speculator = runner.speculator
-    source = speculator.sources.ssms[0]
-    for holder, name, label in (
-        (runner, "execute_model", "target forward"),
-        (runner, "sample", "target head and verification"),
-        (runner.model_state, "commit", "  of it KV commit"),
-        (speculator, "draft", "drafting"),
-        (source.ssm, "catch_up", "  catch-up pass"),
-        (source.ssm, "run_level", "  level: SSM pass"),
-        (source.ssm, "likeliest", "  level: head"),
-        (source.chooser, "choose", "  level: choice of children"),
-        (TreeGrowth, "extend", "  level: frontier"),
-    ):
-        timed(holder, name, times, label)
+    times = Times()
+    watch_bookkeeping(times, tree)
 
     ratios, rates, num_tokens, spent, same = [], [], 0, 0.0, 0
     for i, prompt in enumerate(prompts):
@@ -134,7 +228,7 @@ def main() -> None:
         same += answers["plain"] == answers["tree"]
         num_tokens += lengths["tree"]
         spent += took["tree"]
-    steps = len(times["drafting"])
+    steps = len(times.calls["target forward"])
     # The V1 runner, plain vLLM's default on a CPU, draws other random numbers.
     compared = "" if args.temperature else f"; {same} texts identical"
     print(
@@ -146,11 +240,17 @@ def main() -> None:
     )
     print(f"one step: {spent / steps * 1e3:.1f} ms")
     level = 0.0
-    for label, values in times.items():
+    for label, values in times.calls.items():
         median = statistics.median(values) * 1e3
         level += median if "level" in label else 0.0
         print(f"{label:30s} {len(values) / steps:5.2f} a step, {median:7.3f} ms each")
     print(f"one level: {level:.2f} ms")
+    parts = ", ".join(f"{part} {times.own[part] / steps * 1e3:.2f}" for part in PARTS)
+    own = sum(times.own.values())
+    print(
+        f"bookkeeping: {own / steps * 1e3:.2f} ms, {100 * own / spent:.1f}% of a step "
+        f"({parts})"
+    )
 
 
 if __name__ == "__main__":

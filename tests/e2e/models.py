@@ -164,7 +164,10 @@ def lora_adapter(folder: Path, seed: int, rank: int = 4) -> str:
 
 
 def add_tokenizer(*folders: str) -> None:
-    """Give models a tokenizer whose token i is the character chr(32 + i)."""
+    """Give models a tokenizer whose token i is the character chr(32 + i).
+
+    A chat is what was said, one message behind the other.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -172,8 +175,11 @@ def add_tokenizer(*folders: str) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=chr(31 + VOCAB)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    chat = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     for folder in folders:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=chat
+        ).save_pretrained(folder)
 
 
 def untrained_head(target: str, folder: Path) -> str:

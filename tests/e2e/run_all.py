@@ -25,15 +25,6 @@ ROUNDING = 1e-3
 TREES = ("1,1,1,1", "2,2,1", "1,1,3,1,1,1,1,1", "4,2,2,1,1", "best-first")
 
 
-def prompts(count: int) -> list[list[int]]:
-    """MT-bench as chats and HumanEval as plain text, `count` of each at most."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(assets.smollm2())
-    chats = assets.chat_token_ids(assets.smollm2(), assets.mtbench()[:count])
-    return chats + [tokenizer.encode(text) for text in assets.humaneval()[:count]]
-
-
 def sampled_gap(
     job: dict, prompt: int, want: list[int], got: list[int], temperature: float
 ) -> float:
@@ -79,18 +70,30 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--trees", nargs="+", default=list(TREES))
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=["mtbench", "humaneval"],
+        help="mtbench (as chats), humaneval (as plain text), a JSONL",
+    )
     parser.add_argument("--prompts", type=int, default=200, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--ssm", default=str(POOL))
     parser.add_argument("--scheduler", default="auto")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
-    ids = prompts(args.prompts)
+    target = args.target or str(assets.smollm2())
+    ids = [
+        prompt
+        for source in args.data
+        for prompt in assets.prompt_ids(source, 0, target)[: args.prompts]
+    ]
     params = {"temperature": args.temperature, "max_tokens": args.max_tokens}
 
     def job(batch: int, tree: str | None = None) -> dict:
         llm = {
-            "model": str(assets.smollm2()),
+            "model": target,
             "dtype": args.dtype,
             "max_model_len": 2048,
             "max_num_seqs": batch,

@@ -19,7 +19,8 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Options of a command: tiny models and 12 prompts."""
     folder: Path = tmp_path_factory.mktemp("models")
-    target = tiny_llama(folder / "target", seed=0)
+    # As many positions as the benchmarks' engines have.
+    target = tiny_llama(folder / "target", seed=0, max_position_embeddings=2048)
     ssm = noisy_copy(target, folder / "ssm", noise=0.05)
     add_tokenizer(target, ssm)
     prompts = folder / "prompts.jsonl"

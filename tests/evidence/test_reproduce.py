@@ -5,14 +5,22 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 
-from vllm_specinfer.evidence.reproduce import steps
+from tests.e2e.models import VOCAB, tiny_llama
+from vllm_specinfer import cli
+from vllm_specinfer.evidence.bench import BenchSettings
+from vllm_specinfer.evidence.measured import Measured
+from vllm_specinfer.evidence.reproduce import regimes, steps
+from vllm_specinfer.evidence.reproduce.heads import write_padded
 from vllm_specinfer.evidence.reproduce.table1 import hit_rates
 from vllm_specinfer.evidence.reproduce.treeattn import Sides
 from vllm_specinfer.evidence.trace import read_trace, step_line
@@ -30,11 +38,20 @@ def tables(tiny: dict[str, str], tmp_path_factory) -> dict[str, list[dict[str, s
     engine = ["--target", tiny["target"], "--engine", tiny["engine"]]
     answers = [*engine, "--prompts", tiny["prompts"], "--max-tokens", "12"]
     one = ["--ssm", tiny["ssm"]]
+    pool = out / "pool"
+    pool.mkdir()
+    (pool / "ssm").symlink_to(tiny["ssm"])
+    (pool / "manifest.json").write_text('{"ssms": [{"model": "ssm"}]}')
+    ranks = ["--batches", "2", "--max-prompts", "4", "--starts", "1"]
     commands = {
         # Before an engine has chosen its runner for this process and its children.
         "memory": [*engine, *one, "--nodes", "16", "--batches", "2"],
         "table1": [*answers, *one, "--most", "3", "--temperatures", "0"],
         "table2": [*answers, *one, "--widths", "1", "3", "--temperatures", "0"],
+        "table3": [*answers, *one, "--rules", "mss", "rrs", "--temperatures", "0.7"],
+        "ssms": [*answers, "--pools", str(pool), "--temperatures", "0"],
+        "scheduler": [*answers, *one, "--tree", "3,2,1"],
+        "tp": [*answers, *one, *ranks],
         "treeattn": ["--nodes", "8", "70", "--batches", "1", "--seconds", "0"],
     }
     subprocess.run(
@@ -69,6 +86,27 @@ def test_the_tables_hold_what_the_engines_did(tables):
     assert 1.3 < narrow < wide
     nodes = [float(row["nodes per step"]) for row in tables["table2"]]
     assert nodes == [8, 2 + 6 * 3]
+    rules = [row["rule"] for row in tables["table3"]]
+    assert rules == ["mss", "rrs"]
+    numbers = [row["SSMs"] for row in tables["ssms"]]
+    assert numbers == ["pool: 1", "pool: 1, wider"]
+    for row in tables["table3"] + tables["ssms"]:
+        assert float(row["tokens per step"]) > 1.3
+    schedulers = {row["scheduler"]: row for row in tables["scheduler"]}
+    static, *engines, oracle = schedulers
+    assert engines == ["auto", "learned, online", "learned, fitted"]
+    assert float(schedulers[static]["over best static"]) == 1
+    assert {row["prompts"] for row in tables["scheduler"]} == {"prompts"}
+    for name in engines:
+        row = schedulers[name]
+        assert float(row["predicted length"]) > 0 < float(row["actual length"])
+        assert 0 < float(row["of the oracle's"]) < 1
+    assert float(schedulers[oracle]["of the oracle's"]) == 1
+    # Two ranks: the text is plain vLLM's.
+    (row,) = tables["tp"]
+    assert row["identical"] == row["texts"] == "4"
+    assert float(row["25%"]) <= float(row["ratio"]) <= float(row["75%"])
+    assert float(row["tokens per step"]) >= 1
     # Memory: the logits of the nodes at least.
     (row,) = tables["memory"]
     assert int(row["nodes"]) == 16
@@ -101,6 +139,32 @@ def test_rules_and_numbers_of_ssms_become_configs(tmp_path, monkeypatch):
         assert config["num_speculative_tokens"] == 4
 
 
+def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
+    started = []
+
+    def alone(measure, settings, prompts, names, which):
+        (name,) = names
+        started.append(name)
+        # Each start twice as fast as the one before; trees 3 times as fast as plain.
+        rate = 2.0 ** ((len(started) - 1) // 2) * (3 if name == "specinfer" else 1)
+        texts = [[1, 2]] if len(started) < 4 else [[1, 3]]
+        steps = Counter({3: 2} if name == "specinfer" else {1: 6})
+        one = Measured(np.array([8]), np.array([8 / rate]), texts, [0.5], steps)
+        return {("prompts", 0.0, 1): {name: one}}
+
+    monkeypatch.setattr(regimes, "in_a_process", alone)
+    monkeypatch.setattr(regimes, "load_prompts", lambda settings: {})
+    configs = {"specinfer": {"method": "specinfer", "model": "ngram"}}
+    settings = BenchSettings("target", configs, ["prompts"], starts=2)
+    (row,) = regimes.compare(tmp_path, settings, ["x"])
+    assert started == ["plain", "specinfer"] * 2
+    assert (row["plain tokens/s"], row["specinfer tokens/s"]) == (1.5, 4.5)
+    assert row["25%"] == row["ratio"] == row["75%"] == 3
+    assert row["tokens per step"] == 3
+    assert (row["identical"], row["texts"]) == (1, 2)
+    assert json.loads((tmp_path / "bench.json").read_text())["settings"]["starts"] == 2
+
+
 def test_trees_and_paths_attend_alike():
     torch.manual_seed(0)
     sides = Sides(batch=2, nodes=70, context=128, dtype=torch.float32)
@@ -122,3 +186,60 @@ def test_hit_rates_count_every_position_that_was_tested(tmp_path):
     # Roots: rank 0, 1, none, 0; after accepted nodes: rank 1, none, none.
     assert tested == 7
     assert rates.tolist() == pytest.approx([2 / 7, 4 / 7])
+
+
+def test_heads_of_zeros_change_nothing(tmp_path):
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+    target = Path(tiny_llama(tmp_path / "target", seed=0, **sizes))
+    write_padded(target, tmp_path / "padded", ranks=2)
+    before, after = (
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (target, tmp_path / "padded")
+    )
+    config = after.config
+    assert (config.num_attention_heads, config.num_key_value_heads) == (12, 4)
+    ids = torch.arange(40)[None] % VOCAB
+    with torch.inference_mode():
+        torch.testing.assert_close(after(ids).logits, before(ids).logits)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `tp` and `offload` would compare; answers the rows of a table."""
+    found = []
+
+    def compare(out, settings, command):
+        found.append(settings)
+        return [{"temperature": 0.0, "batch": b, "ratio": 1.0} for b in (1, 4)]
+
+    monkeypatch.setattr(regimes, "compare", compare)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+        yield found
+
+
+def reproduce(*arguments):
+    return cli.main(["reproduce", *map(str, arguments), "--target", "x"])
+
+
+def test_two_ranks_share_the_cores(asked, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 3})
+    assert reproduce("tp", "--out", tmp_path, "--engine", '{"dtype": "float32"}') == 0
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0,2|3"
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert asked[0].engine == {**engine, "dtype": "float32"}
+    assert (tmp_path / "tp.png").stat().st_size > 10_000
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert reproduce("tp", "--out", tmp_path) == 1
+    assert "tp must have at least 2 cores; got 1" in capsys.readouterr().err
+
+
+def test_weights_are_offloaded_from_a_gpu_only(asked, tmp_path, monkeypatch, capsys):
+    from vllm.platforms import current_platform
+
+    assert reproduce("offload", "--out", tmp_path) == 1
+    sentence = "vllm-specinfer: offload must run on a CUDA device, "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert reproduce("offload", "--out", tmp_path, "--gib", "0.1") == 0
+    assert [settings.engine for settings in asked] == [{"cpu_offload_gb": 0.1}]

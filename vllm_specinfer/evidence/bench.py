@@ -17,7 +17,7 @@ import collections
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
         OSError: A file is missing or the disk is full.
     """
     prompts = load_prompts(settings)
-    results = _joined(_measured_starts(settings, prompts))
+    results = joined(_measured_starts(settings, prompts))
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "bench.json", circumstances(settings, command))
     return report(out, results)
@@ -161,38 +161,52 @@ def _measured_starts(settings: BenchSettings, prompts: Prompts) -> Iterator[Resu
         yield in_a_process(_measure_start, settings, prompts, start)
 
 
-def _joined(starts: Iterator[Results]) -> Results:
+def joined(measured: Iterable[Results]) -> Results:
     """One measurement of several."""
-    joined: Results = {}
-    for results in starts:
+    found: Results = {}
+    for results in measured:
         for cell, methods in results.items():
-            before = joined.setdefault(cell, {})
+            before = found.setdefault(cell, {})
             for name, one in methods.items():
                 before[name] = before[name] + one if name in before else one
-    return joined
+    return found
 
 
 def _measure_start(settings: BenchSettings, prompts: Prompts, start: int) -> Results:
     """Start all engines and measure all cells; every second time in reverse order."""
-    longest = max(map(len, itertools.chain(*prompts.values())))
-    configs = [(PLAIN, None), *settings.configs.items()]
+    names = [PLAIN, *settings.configs]
     if start % 2:
-        configs.reverse()
+        names.reverse()
     # vLLM 0.32 walks over all modules when an engine starts, and stumbles over those of
     # numba that an earlier engine with this method has loaded.
-    configs.sort(key=lambda named: _is_ngram(named[1]))
+    names.sort(key=lambda name: _is_ngram(settings.configs.get(name)))
+    return measure(settings, prompts, names, f"{start + 1} of {settings.starts}")
+
+
+def measure(
+    settings: BenchSettings, prompts: Prompts, names: Sequence[str], which: str
+) -> Results:
+    """Start engines in this process and measure all cells.
+
+    Args:
+        settings: What is compared.
+        prompts: As `load_prompts` returns them.
+        names: Of the methods whose engines are started, in this order.
+        which: Start this is, for the progress bars.
+    """
+    longest = max(map(len, itertools.chain(*prompts.values())))
     engines = {}
-    of = f", {start + 1} of {settings.starts}"
-    for name, config in tqdm(configs, desc="starting engines" + of):
+    for name in tqdm(names, desc=f"starting engines, {which}"):
         engines[name] = start_engine(
             settings.target,
             longest + settings.max_tokens + ROOM_FOR_DRAFTS,
             max(settings.batches),
-            config,
+            settings.configs.get(name),
             settings.engine,
         )
-    engines = {name: engines[name] for name in (PLAIN, *settings.configs)}
-    return _measure(settings, engines, prompts, "turns" + of)
+    ordered = [name for name in (PLAIN, *settings.configs) if name in engines]
+    engines = {name: engines[name] for name in ordered}
+    return _measure(settings, engines, prompts, f"turns, {which}")
 
 
 def _measure(

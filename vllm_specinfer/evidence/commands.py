@@ -99,6 +99,23 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def fit_options(parser: argparse.ArgumentParser) -> None:
+    """What is fitted, and compared by costs."""
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=DEFAULT_SIZE,
+        help=f"hidden units, 0 for none ({DEFAULT_SIZE})",
+    )
+    _cost_options(parser)
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=DEFAULT_NUM_SPECULATIVE_TOKENS,
+        help=f"most nodes of compared trees ({DEFAULT_NUM_SPECULATIVE_TOKENS})",
+    )
+
+
 def _add_simulate(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "simulate",
@@ -148,21 +165,9 @@ def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
         "--out", type=Path, required=True, help="the file for scheduler.file, JSON"
     )
     parser.add_argument(
-        "--size",
-        type=int,
-        default=DEFAULT_SIZE,
-        help=f"hidden units, 0 for none ({DEFAULT_SIZE})",
-    )
-    parser.add_argument(
         "--sizes", type=int, nargs="*", default=[0, 8, 32], help="to compare (0 8 32)"
     )
-    _cost_options(parser)
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        default=DEFAULT_NUM_SPECULATIVE_TOKENS,
-        help=f"most nodes of compared trees ({DEFAULT_NUM_SPECULATIVE_TOKENS})",
-    )
+    fit_options(parser)
     parser.set_defaults(run=_fit_scheduler)
 
 
@@ -174,7 +179,7 @@ def _fit_scheduler(args: argparse.Namespace) -> int:
         if not 0 <= size <= MAX_SIZE:
             raise ValueError(f"sizes must be from 0 to {MAX_SIZE}; got {size}")
     costs = args.costs and read_costs(args.costs, args.level_seconds, batch=1)
-    text = fit_scheduler(
+    fitted = fit_scheduler(
         args.traces,
         args.out,
         size=args.size,
@@ -183,7 +188,7 @@ def _fit_scheduler(args: argparse.Namespace) -> int:
         num_nodes=args.nodes,
         command=sys.argv,
     )
-    print(f"\n{text}\npredictor in {args.out}, tables and a picture beside it")
+    print(f"\n{fitted.text}\npredictor in {args.out}, tables and a picture beside it")
     return 0
 
 

@@ -70,7 +70,11 @@ def runner_of(llm: Any) -> Any:
 def forget(llm: Any) -> None:
     """Drop cached prefixes and finished texts: a prompt that is repeated is new."""
     llm.reset_prefix_cache()
-    speculator = getattr(runner_of(llm), "speculator", None)
+    llm.collective_rpc(_forget_texts)
+
+
+def _forget_texts(worker: Any) -> None:
+    speculator = getattr(worker.model_runner, "speculator", None)
     sources = getattr(speculator, "sources", None)
     if sources is not None:
         sources.forget()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,6 +188,18 @@ def online(nodes: Nodes, predictor: Predictor | None) -> np.ndarray:
     return logs
 
 
+class Fitted(NamedTuple):
+    """What a fit is worth.
+
+    Attributes:
+        text: The tables, Markdown.
+        schedulers: A row per trace and scheduler; none without costs.
+    """
+
+    text: str
+    schedulers: list[dict[str, Any]]
+
+
 def fit_scheduler(
     traces: Sequence[Path],
     out: Path,
@@ -196,7 +208,7 @@ def fit_scheduler(
     costs: Costs | None,
     num_nodes: int,
     command: Sequence[str],
-) -> str:
+) -> Fitted:
     """Fit a predictor and say what it is worth on held-out prompts.
 
     Args:
@@ -208,9 +220,6 @@ def fit_scheduler(
         costs: What steps take, to compare schedulers; None to leave that out.
         num_nodes: Most nodes of a tree there.
         command: The command line, for the record.
-
-    Returns:
-        The tables, Markdown.
 
     Raises:
         ValueError: A trace is none or too short, or the costs do not reach far enough.
@@ -239,17 +248,17 @@ def fit_scheduler(
     state = {"predictor": predictor.learned(), "about": about}
     out.write_text(json.dumps(state, indent=1) + "\n")
     write_csv(out.with_suffix(".csv"), rows)
-    text = markdown_of(rows)
+    text, schedulers = markdown_of(rows), []
     if costs is not None:
-        rows = [
+        schedulers = [
             {"trace": file.stem, **row}
             for file, trace, held in zip(traces, whole, held_out, strict=True)
             for row in compare(trace, held, predictor, costs, num_nodes)
         ]
-        write_csv(out.with_suffix(".schedulers.csv"), rows)
-        text += "\n" + markdown_of(rows)
+        write_csv(out.with_suffix(".schedulers.csv"), schedulers)
+        text += "\n" + markdown_of(schedulers)
     out.with_suffix(".md").write_text(text)
-    return text
+    return Fitted(text, schedulers)
 
 
 def held_out_steps(trace: Trace) -> np.ndarray:

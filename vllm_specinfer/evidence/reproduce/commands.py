@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from vllm_specinfer.evidence.commands import (
     PROMPTS_HELP,
     answer_options,
     engine_options,
+    fit_options,
 )
 from vllm_specinfer.evidence.tables import report
-from vllm_specinfer.options import VERIFICATIONS
+from vllm_specinfer.options import METHOD, VERIFICATIONS
 
 POOL = Path(__file__).parents[3] / "examples" / "pools" / "smollm2-135m"
 NODES_HELP = "most nodes of a tree (8)"
@@ -60,6 +62,29 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
     table.set_defaults(run=_ssms)
 
+    table = _add_table(tables, "scheduler", "schedulers beside an oracle, from traces")
+    engine_options(table)
+    answer_options(table, 30)
+    table.add_argument(
+        "--prompts", nargs="+", default=["mtbench", "humaneval"], help=PROMPTS_HELP
+    )
+    table.add_argument("--temperature", type=float, default=0.0)
+    _add_ssm(table)
+    table.add_argument("--tree", default="4,3,2,1", help="recorded (4,3,2,1)")
+    fit_options(table)
+    table.set_defaults(run=_scheduler)
+
+    table = _add_table(tables, "tp", "two ranks of tensor parallelism against plain")
+    _add_regime(table)
+    table.set_defaults(run=_tp)
+
+    table = _add_table(tables, "offload", "weights in the host's memory, on CUDA")
+    _add_regime(table)
+    table.add_argument(
+        "--gib", type=float, default=0.15, help="of the target on the host (0.15)"
+    )
+    table.set_defaults(run=_offload)
+
     table = _add_table(tables, "treeattn", "attention of trees against that of paths")
     _add_sizes(table, [1, 8], [8, 16, 32, 64, 128])
     table.add_argument(
@@ -93,6 +118,15 @@ def _add_answers(
     parser.add_argument("--temperatures", type=float, nargs="+", default=temperatures)
 
 
+def _add_regime(parser: argparse.ArgumentParser) -> None:
+    _add_answers(parser, 20, [0.0])
+    _add_ssm(parser)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--starts", type=int, default=2, help="of each engine, in turn (2)"
+    )
+
+
 def _add_ssm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssm",
@@ -116,13 +150,19 @@ def _target(args: argparse.Namespace) -> str:
 
 
 def _answers(args: argparse.Namespace) -> Any:
+    return _answers_to(args, args.prompts, args.temperatures)
+
+
+def _answers_to(
+    args: argparse.Namespace, prompts: str, temperatures: list[float]
+) -> Any:
     target = _target(args)
     from vllm_specinfer.evidence.reproduce.steps import Answers
 
     return Answers(
         target=target,
-        prompts=args.prompts,
-        temperatures=args.temperatures,
+        prompts=prompts,
+        temperatures=temperatures,
         max_prompts=args.max_prompts,
         max_tokens=args.max_tokens,
         engine=args.engine,
@@ -165,6 +205,57 @@ def _ssms(args: argparse.Namespace) -> int:
 
     rows = ssms(answers, args.pools, args.nodes)
     return _show(args, rows, x="SSMs", y="tokens per step", line="temperature")
+
+
+def _scheduler(args: argparse.Namespace) -> int:
+    sets = [_answers_to(args, name, [args.temperature]) for name in args.prompts]
+    from vllm_specinfer.evidence.reproduce.scheduler import USUAL_COSTS, scheduler
+    from vllm_specinfer.evidence.simulate import read_costs
+
+    costs = USUAL_COSTS
+    if args.costs is not None:
+        costs = read_costs(args.costs, args.level_seconds, batch=1)
+    elif args.level_seconds:
+        costs = replace(costs, level_seconds=args.level_seconds)
+    rows = scheduler(
+        sets, args.ssm, args.tree, args.size, costs, args.nodes, args.out, sys.argv
+    )
+    return _show(args, rows, x="scheduler", y="tokens/s over plain", line="prompts")
+
+
+def _tp(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.reproduce.heads import smollm2_for
+    from vllm_specinfer.evidence.reproduce.regimes import RANKS, tensor_parallel
+
+    engine = tensor_parallel()
+    args.target = args.target or str(smollm2_for(RANKS))
+    return _regime(args, engine)
+
+
+def _offload(args: argparse.Namespace) -> int:
+    from vllm_specinfer.evidence.reproduce.regimes import offloaded
+
+    return _regime(args, offloaded(args.gib))
+
+
+def _regime(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    target = _target(args)
+    from vllm_specinfer.evidence.bench import BenchSettings
+    from vllm_specinfer.evidence.reproduce.regimes import compare
+
+    settings = BenchSettings(
+        target=target,
+        configs={METHOD: {"method": METHOD, "model": args.ssm}},
+        prompts=[args.prompts],
+        temperatures=args.temperatures,
+        batches=args.batches,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        engine={**engine, **args.engine},
+        starts=args.starts,
+    )
+    rows = compare(args.out, settings, sys.argv)
+    return _show(args, rows, x="batch", y="ratio", line="temperature")
 
 
 def _treeattn(args: argparse.Namespace) -> int:

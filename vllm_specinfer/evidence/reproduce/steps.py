@@ -21,6 +21,7 @@ from vllm_specinfer.evidence.engines import (
     start_engine,
     tree_counts,
 )
+from vllm_specinfer.evidence.record import record
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
@@ -47,6 +48,28 @@ class Answers:
     max_prompts: int
     max_tokens: int
     engine: dict[str, Any]
+
+    def record(
+        self,
+        file: Path,
+        ssm: str,
+        tree: str,
+        temperature: float,
+        command: Sequence[str],
+    ) -> None:
+        """Write the trace of one temperature, as `record` says."""
+        record(
+            file,
+            target=self.target,
+            ssm=ssm,
+            source=self.prompts,
+            tree=tree,
+            max_prompts=self.max_prompts,
+            max_tokens=self.max_tokens,
+            temperature=temperature,
+            engine=self.engine,
+            command=command,
+        )
 
 
 def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> list[dict[str, Any]]:

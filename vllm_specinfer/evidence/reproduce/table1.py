@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specinfer.evidence.record import record
 from vllm_specinfer.evidence.reproduce.steps import Answers
 from vllm_specinfer.evidence.trace import Trace, read_trace
 from vllm_specinfer.tree.candidates import NO_TOKEN
@@ -41,18 +40,7 @@ def table1(
     rows = []
     for temperature in answers.temperatures:
         file = out / f"trace-{temperature:g}.jsonl"
-        record(
-            file,
-            target=answers.target,
-            ssm=ssm,
-            source=answers.prompts,
-            tree=f"{most},{most}",
-            max_prompts=answers.max_prompts,
-            max_tokens=answers.max_tokens,
-            temperature=temperature,
-            engine=answers.engine,
-            command=command,
-        )
+        answers.record(file, ssm, f"{most},{most}", temperature, command)
         tested, rates = hit_rates(read_trace(file))
         for k, rate in enumerate(rates.tolist(), start=1):
             row = {"temperature": temperature, "k": k, "hit rate": rate}

@@ -1,0 +1,137 @@
+"""The benchmarks that README.md names run, on tiny models."""
+
+import csv
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tests.e2e import run_all
+
+ROOT = Path(__file__).parents[2]
+# One process for several: it takes long to import vLLM.
+PROGRAM = """
+import json, runpy, sys
+for file, arguments in json.load(sys.stdin):
+    print("##", flush=True)
+    sys.argv = [file, *arguments]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
+
+
+def run(*scripts: tuple[str, list[str]]) -> list[str]:
+    """What each script prints, given its name and arguments."""
+    shown = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([[str(ROOT / "benchmarks" / n), a] for n, a in scripts]),
+        check=True,
+        timeout=600,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    ).stdout
+    return shown.split("##\n")[1:]
+
+
+def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_path):
+    target, ssm = tiny["target"], tiny["ssm"]
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    (pool / "ssm0").symlink_to(ssm)
+    (pool / "manifest.json").write_text('{"ssms": [{"model": "ssm0"}]}')
+    sizes = {"--prompts": 2, "--batch": 2, "--max-tokens": 8, "--turns": 1}
+    pressure = [f"{name}={value}" for name, value in sizes.items()]
+    load = ["--pool", pool, "--out", tmp_path / "load", "--ssms", "good", "wrong"]
+    load += ["--batches", 2, "--max-prompts", 4, "--max-tokens", 8, "--starts", 1]
+    load += ["--engine", tiny["engine"]]
+    profile = ["--ssm", ssm, "--data", tiny["prompts"], "--prompts", 3, "--eager"]
+    profile += ["--max-tokens", 24, "--scheduler", "static"]
+    common = ["--target", target]
+    pressed, _, profiled = run(
+        ("memory_pressure.py", [*common, "--ssm", ssm, *pressure]),
+        ("load.py", [*common, *map(str, load)]),
+        # The last one: it watches functions of the package.
+        ("step_profile.py", [*common, *map(str, profile)]),
+    )
+    turns = re.findall(r"turn 0, slots (.+): [\d.]+ tokens/s, 0 preemptions, ", pressed)
+    assert turns == ["kept", "given up"]
+    with (tmp_path / "load" / "table.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["method"] for row in rows] == ["plain", "good", "wrong"]
+    assert {(row["identical"], row["texts"]) for row in rows} == {("4", "4")}
+    assert "tokens per step; 3 texts identical" in profiled
+    step = float(re.search(r"one step: ([\d.]+) ms", profiled)[1])
+    found = re.search(
+        r"bookkeeping: ([\d.]+) ms, ([\d.]+)% of a step \((.+)\)", profiled
+    )
+    own, share = float(found[1]), float(found[2])
+    assert share == pytest.approx(100 * own / step, rel=0.05) and 0 < share < 60
+    parts = dict(part.split() for part in found[3].split(", "))
+    assert list(parts) == ["build", "merge", "verify", "commit", "policy"]
+    assert sum(map(float, parts.values())) == pytest.approx(own, abs=0.03)
+    assert min(float(parts[name]) for name in ("build", "merge", "verify")) > 0
+
+
+def test_plain_decoding_on_both_runners_is_measured(tiny):
+    sizes = "--modes eager --batches 1 --repeats 1 --passes 1 --tokens 8"
+    arguments = ["--model", tiny["target"], *sizes.split()]
+    (shown,) = run(("p6_step_kernels.py", arguments))
+    title, row = shown.splitlines()
+    assert title.split()[-2:] == ["same", "text"]
+    mode, batch, v1, v2, ratio, *_, same = row.split()
+    assert (mode, batch, same) == ("eager", "1", "True")
+    assert float(ratio) == pytest.approx(float(v2) / float(v1), rel=0.05)
+
+
+def test_all_prompts_are_compared(tiny, monkeypatch, capsys):
+    options = "--prompts 4 --max-tokens 12 --batches 2 --trees 2,2,1 best-first --eager"
+    models = ["--target", tiny["target"], "--ssm", tiny["ssm"]]
+    data = ["--data", tiny["prompts"], "--scheduler", "static"]
+    monkeypatch.setattr(sys, "argv", ["run_all", *models, *data, *options.split()])
+    run_all.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0][-10:] for line in lines] == ["tree 2,2,1", "best-first"]
+    for line in lines:
+        found = re.search(r"4 of 4 identical, ([\d.]+) tokens per step", line)
+        assert float(found[1]) > 1.3
+
+
+def test_time_inside_watched_calls_is_not_their_callers(monkeypatch):
+    with mock.patch.dict(os.environ):
+        script = runpy.run_path(str(ROOT / "benchmarks" / "step_profile.py"))
+    now = 0.0
+    monkeypatch.setattr(script["time"], "perf_counter", lambda: now)
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+
+    def outer():
+        passes(1)
+        holder.inner()
+        holder.model()
+        passes(2)
+
+    def inner():
+        passes(4)
+        holder.model()
+
+    holder = SimpleNamespace(outer=outer, inner=inner, model=lambda: passes(8))
+    times = script["Times"]()
+    times.watch(holder, "outer", "whole", "build")
+    times.watch(holder, "inner", None, "verify")
+    times.watch(holder, "model", "pass")
+    holder.outer()
+    holder.outer()
+    assert times.own == {"build": 6, "verify": 8}
+    assert times.calls == {"whole": [23, 23], "pass": [8] * 4}
