@@ -7,6 +7,9 @@ import pytest
 
 from tests.e2e import engine
 from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+from vllm_specinfer.evidence.bench import BenchSettings, measure
+from vllm_specinfer.evidence.measured import Measured
+from vllm_specinfer.options import METHOD
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(9 + 8 * i)] for i in range(6)]
 PARAMS = [
@@ -26,17 +29,31 @@ def state_of(worker) -> tuple[str, ...]:
     return tuple(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
 
 
-def on_two_ranks(llm: dict) -> tuple[list[list[int]], list[tuple[str, ...]]]:
-    """The texts, and each rank's state after them."""
+def on_two_ranks(
+    llm: dict,
+) -> tuple[list[list[int]], list[tuple[str, ...]], Measured]:
+    """The texts, each rank's state after them, and what is measured afterwards."""
     from vllm import LLM, SamplingParams
 
-    two = LLM(tensor_parallel_size=2, distributed_executor_backend="mp", **llm)
+    two = LLM(
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        disable_log_stats=False,
+        **llm,
+    )
     outputs = two.generate(
         [{"prompt_token_ids": ids} for ids in PROMPTS],
         [SamplingParams(detokenize=False, **params) for params in PARAMS],
         use_tqdm=False,
     )
-    return [list(o.outputs[0].token_ids) for o in outputs], two.collective_rpc(state_of)
+    states = two.collective_rpc(state_of)
+    config = {METHOD: llm["speculative_config"]}
+    settings = BenchSettings("", config, [""], batches=[2], max_tokens=16)
+    ((measured,),) = (
+        methods.values()
+        for methods in measure(settings, {METHOD: two}, {"": PROMPTS}, "").values()
+    )
+    return [list(o.outputs[0].token_ids) for o in outputs], states, measured
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +87,7 @@ def plain(llm) -> list[list[int]]:
 def test_two_ranks_agree_with_each_other_and_with_plain_decoding(llm, plain, rule):
     config = {**llm["speculative_config"], "verification": rule}
     # Ranks that part wait for each other.
-    texts, (first, second) = engine.call(
+    texts, (first, second), measured = engine.call(
         on_two_ranks, {**llm, "speculative_config": config}, timeout=300
     )
     assert first == second
@@ -78,3 +95,9 @@ def test_two_ranks_agree_with_each_other_and_with_plain_decoding(llm, plain, rul
         if rule == "coupled" or not params["temperature"]:
             assert text == expected
     assert rule == "coupled" or texts != plain
+    # `reproduce tp` looks into such engines: greedy, with the steps of both sources.
+    for params, text, expected in zip(PARAMS, measured.texts, plain, strict=True):
+        assert params["temperature"] or text == expected[:16]
+    assert measured.tokens_per_step > 1.2
+    accepted = sum(measured.by_source.values())
+    assert measured.tokens_per_step == pytest.approx(1 + accepted)

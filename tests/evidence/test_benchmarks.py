@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,7 @@ def run(*scripts: tuple[str, list[str]]) -> list[str]:
 def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_path):
     target, ssm = tiny["target"], tiny["ssm"]
     pool = tmp_path / "pool"
-    pool.mkdir()
-    (pool / "ssm0").symlink_to(ssm)
+    shutil.copytree(ssm, pool / "ssm0")
     (pool / "manifest.json").write_text('{"ssms": [{"model": "ssm0"}]}')
     sizes = {"--prompts": 2, "--batch": 2, "--max-tokens": 8, "--turns": 1}
     pressure = [f"{name}={value}" for name, value in sizes.items()]

@@ -180,36 +180,28 @@ def _measure_start(settings: BenchSettings, prompts: Prompts, start: int) -> Res
     # vLLM 0.32 walks over all modules when an engine starts, and stumbles over those of
     # numba that an earlier engine with this method has loaded.
     names.sort(key=lambda name: _is_ngram(settings.configs.get(name)))
-    return measure(settings, prompts, names, f"{start + 1} of {settings.starts}")
+    of = f", {start + 1} of {settings.starts}"
+    engines = {
+        name: start_method(settings, prompts, name)
+        for name in tqdm(names, desc="starting engines" + of)
+    }
+    engines = {name: engines[name] for name in (PLAIN, *settings.configs)}
+    return measure(settings, engines, prompts, "turns" + of)
+
+
+def start_method(settings: BenchSettings, prompts: Prompts, name: str) -> Any:
+    """The engine of a method, in this process."""
+    longest = max(map(len, itertools.chain(*prompts.values())))
+    return start_engine(
+        settings.target,
+        longest + settings.max_tokens + ROOM_FOR_DRAFTS,
+        max(settings.batches),
+        settings.configs.get(name),
+        settings.engine,
+    )
 
 
 def measure(
-    settings: BenchSettings, prompts: Prompts, names: Sequence[str], which: str
-) -> Results:
-    """Start engines in this process and measure all cells.
-
-    Args:
-        settings: What is compared.
-        prompts: As `load_prompts` returns them.
-        names: Of the methods whose engines are started, in this order.
-        which: Start this is, for the progress bars.
-    """
-    longest = max(map(len, itertools.chain(*prompts.values())))
-    engines = {}
-    for name in tqdm(names, desc=f"starting engines, {which}"):
-        engines[name] = start_engine(
-            settings.target,
-            longest + settings.max_tokens + ROOM_FOR_DRAFTS,
-            max(settings.batches),
-            settings.configs.get(name),
-            settings.engine,
-        )
-    ordered = [name for name in (PLAIN, *settings.configs) if name in engines]
-    engines = {name: engines[name] for name in ordered}
-    return _measure(settings, engines, prompts, f"turns, {which}")
-
-
-def _measure(
     settings: BenchSettings, engines: dict[str, Any], prompts: Prompts, title: str
 ) -> Results:
     """All cells, with a progress bar over the engines' turns."""

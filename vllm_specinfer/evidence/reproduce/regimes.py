@@ -18,12 +18,14 @@ import numpy as np
 from vllm_specinfer import refusals
 from vllm_specinfer.evidence.bench import (
     BenchSettings,
+    Prompts,
     circumstances,
     joined,
     load_prompts,
     measure,
+    start_method,
 )
-from vllm_specinfer.evidence.engines import in_a_process
+from vllm_specinfer.evidence.engines import core_of, in_a_process
 from vllm_specinfer.evidence.measured import PLAIN, QUARTILES, Results
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
@@ -83,7 +85,7 @@ def compare(
     prompts = load_prompts(settings)
     results = joined(
         in_a_process(
-            measure, settings, prompts, [name], f"{name}, {i + 1} of {settings.starts}"
+            _alone, settings, prompts, name, f"{name}, {i + 1} of {settings.starts}"
         )
         for i in range(settings.starts)
         for name in (PLAIN, METHOD)
@@ -91,6 +93,14 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "bench.json", circumstances(settings, command))
     return rows_of(results)
+
+
+def _alone(settings: BenchSettings, prompts: Prompts, name: str, title: str) -> Results:
+    """What one engine does, which then ends its ranks."""
+    llm = start_method(settings, prompts, name)
+    results = measure(settings, {name: llm}, prompts, title)
+    core_of(llm).shutdown()
+    return results
 
 
 def rows_of(results: Results) -> list[dict[str, Any]]:
