@@ -189,7 +189,8 @@ def test_hit_rates_count_every_position_that_was_tested(tmp_path):
 
 
 def test_heads_of_zeros_change_nothing(tmp_path):
-    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+    sizes = {"hidden_size": 144, "head_dim": 16}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3}
     target = Path(tiny_llama(tmp_path / "target", seed=0, **sizes))
     write_padded(target, tmp_path / "padded", ranks=2)
     before, after = (
