@@ -133,6 +133,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (worker, "take_draft_token_ids", "drafting", BUILD),
         # Called twice a step, once with nothing to do.
         (speculator, "draft", None, BUILD),
+        (speculator, "propose", None, BUILD),
         (source.ssm, "catch_up", "  catch-up pass", None),
         (source.ssm, "run_level", "  level: SSM pass", None),
         (source.ssm, "likeliest", "  level: head", None),

@@ -70,6 +70,9 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     assert [row["method"] for row in rows] == ["plain", "good", "wrong"]
     assert {(row["identical"], row["texts"]) for row in rows} == {("4", "4")}
     assert "tokens per step; 3 texts identical" in profiled
+    assert float(re.search(r"([\d.]+) tokens per step", profiled)[1]) > 1.3
+    for label in ("target forward", "drafting"):
+        assert re.search(rf"^{label} +1\.00 a step", profiled, re.MULTILINE)
     step = float(re.search(r"one step: ([\d.]+) ms", profiled)[1])
     found = re.search(
         r"bookkeeping: ([\d.]+) ms, ([\d.]+)% of a step \((.+)\)", profiled
