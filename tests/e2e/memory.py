@@ -1,8 +1,9 @@
 """The memory of a server's processes, round by round of the same traffic.
 
-oneDNN keeps each matrix product's code by its number of rows, half a MiB apiece, until
-it holds `ONEDNN_PRIMITIVE_CACHE_CAPACITY` of them, 1024 unless set. A server that is
-watched runs with `NO_CACHE`: what grows then from round to round is a leak.
+oneDNN keeps what it made for each shape and number of rows of a matrix product, with
+the holes between 0.8 MiB apiece, until there are `ONEDNN_PRIMITIVE_CACHE_CAPACITY`
+of them, 1024 unless set (benchmarks/onednn_memory.py). A server that is watched runs
+with `NO_CACHE`: what grows then from round to round is a leak.
 """
 
 from collections import defaultdict
@@ -12,9 +13,9 @@ from statistics import median
 import psutil
 
 NO_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
-# Of fewer rounds, each quarter is one.
-LEAST_ROUNDS = 8
-# What the middle of a quarter moves without a leak, and what a round may leak.
+LEAST_ROUNDS = 4
+# What may come between two quarters at once, and what in each round. Measured in 16
+# rounds: steps of at most 1.5 MiB, 0.4 MiB a round, and nothing in the last four.
 NOISE_MIB, MIB_PER_ROUND = 3, 0.5
 
 
