@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import httpx
 import psutil
 
 from tests.e2e import engine
+from tests.e2e.memory import NO_CACHE, MemoryWatch
 from tests.e2e.models import (
     VOCAB,
     add_tokenizer,
@@ -38,8 +38,6 @@ from tests.e2e.server import Server, serve
 NUM_CLIENTS, ROUND_SECONDS = 10, 8
 # What no request takes, however long its queue.
 TIMEOUT_SECONDS = 120
-# Memory may move by so much between the third and the last quarter of a run.
-MEMORY_MIB = 16
 TOLERANCE = 2e-3
 LLM = {
     "dtype": "float32",
@@ -211,7 +209,7 @@ def start(models: Models, folder: Path, scheduler: str):
         *("--lora-modules", *loras, "--served-model-name", "target"),
         speculative=specinfer,
         engine_args=LLM | SERVER,
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", **NO_CACHE},
     )
 
 
@@ -233,8 +231,7 @@ class Soak:
     expected: list[list[list[Answer]]]
     seed: int
     counts: Counter = field(default_factory=Counter)
-    # MiB of all processes, at the end of each round.
-    memory: list[float] = field(default_factory=list)
+    memory: MemoryWatch = field(default_factory=MemoryWatch)
     target: int = 0
 
     async def run(self, seconds: float) -> None:
@@ -254,7 +251,7 @@ class Soak:
                 await self.change_weights()
                 self.counts["rounds"] += 1
             self.check_metrics()
-            self.check_memory()
+            self.memory.check()
 
     async def client(self, number: int, until: float) -> None:
         """One request after the other."""
@@ -363,7 +360,7 @@ class Soak:
         rows = await self.ask_worker("free_rows")
         assert rows == str(LLM["max_num_seqs"]), f"{rows} rows are free"
         processes = [psutil.Process(self.server.process.pid), *self.server.children]
-        self.memory.append(sum(p.memory_info().rss for p in processes) / 2**20)
+        self.memory.look(processes)
 
     async def change_weights(self) -> None:
         """The other set of weights takes the place of this one."""
@@ -395,15 +392,6 @@ class Soak:
         self.counts["prefix hits"] = int(found["vllm:prefix_cache_hits_total"])
         for name in ("requests", "aborts", "preemptions", "prefix hits", "accepted"):
             assert self.counts[name], f"no {name}"
-
-    def check_memory(self) -> None:
-        """The third and the last quarter of the rounds need as much."""
-        quarter = len(self.memory) // 4
-        if not quarter:
-            return
-        third, last = self.memory[-2 * quarter : -quarter], self.memory[-quarter:]
-        grown = median(last) - median(third)
-        assert grown <= MEMORY_MIB, f"memory grows, MiB: {self.memory}"
 
 
 def _answer(pieces: list[dict]) -> Answer:
@@ -439,8 +427,8 @@ def main() -> int:
                     return 1
             counts = ", ".join(f"{n} {name}" for name, n in sorted(soak.counts.items()))
             print(
-                f"scheduler {scheduler}, {args.minutes * 30:.0f} s: {counts}; memory "
-                f"{soak.memory[0]:.0f} to {soak.memory[-1]:.0f} MiB",
+                f"scheduler {scheduler}, {args.minutes * 30:.0f} s: {counts}; "
+                f"{soak.memory}",
                 flush=True,
             )
     print("every text is that of plain decoding, nothing is left")
