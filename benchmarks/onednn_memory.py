@@ -1,8 +1,7 @@
 """What vLLM's matrix products on a CPU keep in memory as the numbers of rows vary.
 
 oneDNN keeps what it has made for a product's shape and number of rows, up to a number
-of products, and tensors that come and go leave holes in between. Steps of trees that
-follow the load have many different numbers of rows.
+of products, and tensors that come and go leave holes in between.
 
 Run: .venv/bin/python benchmarks/onednn_memory.py [--capacity 0]
 """

@@ -52,7 +52,7 @@ def test_learned_chances_leave_the_text_alone_and_are_kept(models, tmp_path):
     (lookup, ssm), (_, next_ssm), (_, ssm_of_file) = (
         r["learned"]["predictors"] for r in results[1:]
     )
-    assert lookup["size"] == ssm["size"] == 8 and lookup["steps"] > 0
+    assert lookup["size"] == ssm["size"] == 8
     # The second engine went on where the first one stopped.
     assert 0 < ssm["steps"] < next_ssm["steps"] < 1.2 * ssm["steps"]
     at_first, then = np.array(ssm["weights"]), np.array(next_ssm["weights"])
