@@ -129,7 +129,8 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (TreeSampler, "__call__", None, VERIFY),
         (Sampler, "__call__", None, None),
         (_RowArgmax, "__call__", None, None),
-        (runner.model_state, "commit", "  of it KV commit", COMMIT),
+        # The model state's `commit`, which the sampler holds.
+        (runner.rejection_sampler, "_commit", "  of it KV commit", COMMIT),
         (worker, "take_draft_token_ids", "drafting", BUILD),
         # Called twice a step, once with nothing to do.
         (speculator, "draft", None, BUILD),

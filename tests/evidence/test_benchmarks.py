@@ -71,6 +71,7 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     assert {(row["identical"], row["texts"]) for row in rows} == {("4", "4")}
     assert "tokens per step; 3 texts identical" in profiled
     assert float(re.search(r"([\d.]+) tokens per step", profiled)[1]) > 1.3
+    assert "  of it KV commit" in profiled
     for label in ("target forward", "drafting"):
         assert re.search(rf"^{label} +1\.00 a step", profiled, re.MULTILINE)
     step = float(re.search(r"one step: ([\d.]+) ms", profiled)[1])
@@ -82,7 +83,7 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     parts = dict(part.split() for part in found[3].split(", "))
     assert list(parts) == ["build", "merge", "verify", "commit", "policy"]
     assert sum(map(float, parts.values())) == pytest.approx(own, abs=0.03)
-    assert min(float(parts[name]) for name in ("build", "merge", "verify")) > 0
+    assert min(float(parts[name]) for name in parts if name != "policy") > 0
 
 
 def test_plain_decoding_on_both_runners_is_measured(tiny):
