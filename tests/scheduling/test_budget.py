@@ -68,6 +68,20 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     assert times == [first, first + 1, again, again + 1]
 
 
+def test_a_cold_first_draft_and_unlikely_first_tokens_do_not_stop_drafting():
+    budget, asked = LoadBudget(8), []
+    for n in range(100):
+        budget.grows(1)
+        asked.append(budget.drafts(1))
+        trees = asked[-1]
+        if trees:
+            budget.observe_draft(1, 4, 2, 100e-3 if n == 0 else 4e-3)
+            chances = np.full((1, 8), 0.01 if n < 2 else 0.5)
+            budget.least_score(np.log(chances), drafted=True)
+        budget.observe_step(1 + 8 * trees, 31e-3 + 1e-3 * trees, trees)
+    assert all(asked)
+
+
 def test_many_requests_make_drafting_not_worth_its_rows():
     budget = a_budget(10e-3, 2e-3, 2e-3)
     budget.least_score(np.log(np.full((1, 8), 0.2)), drafted=True)

@@ -7,7 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_specinfer.scheduling.budget import FIRST_PLAIN_STEPS, TRY_AGAIN, LoadBudget
+from vllm_specinfer.scheduling.budget import (
+    FIRST_PLAIN_STEPS,
+    LEAST_DRAFTS,
+    TRY_AGAIN,
+    LoadBudget,
+)
 
 NODES = 6
 seconds = st.floats(1e-6, 1e4)
@@ -105,7 +110,7 @@ class Budgets(RuleBasedStateMachine):
     @invariant()
     def all_that_is_known_is_a_number(self):
         learned = self.budget.learned()
-        numbers = [learned["draft_size"], learned["profile"] or []]
+        numbers = [learned["draft_size"] or [], learned["profile"] or []]
         for line in (learned["step"], learned["draft"]):
             numbers += [line["values"], *line["products"]]
         assert all(np.isfinite(of).all() for of in numbers)
@@ -118,7 +123,7 @@ class DearDrafts(RuleBasedStateMachine):
     def begin(self, start, slope):
         self.budget = LoadBudget(NODES)
         self.start, self.slope = start, slope
-        for num_reqs in range(1, 5):
+        for num_reqs in range(1, LEAST_DRAFTS + 2):
             self.run(num_reqs, seed=num_reqs, drafted=True)
         self.answers = []
 

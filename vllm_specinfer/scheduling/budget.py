@@ -15,6 +15,10 @@ from vllm_specinfer.scheduling.cost import CostLine, finite
 
 # So many requests' trees are remembered by averages, and so many steps by the rate.
 MEMORY_REQS, RATE_MEMORY = 50, 10
+# Whether drafting pays is not asked before so many drafts were timed: the first ones
+# are slow, and a text's first tokens are the least likely ones. What another engine has
+# learned is enough.
+LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
@@ -79,8 +83,7 @@ class LoadBudget(Budget):
         self._step, self._draft = CostLine(), CostLine()
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
-        self._profile: np.ndarray | None = None
-        self._draft_size = np.zeros(2)
+        self._profile, self._draft_size = Average(), Average()
         self._tokens_per_second = 0.0
         self._steps_to_plain = 1
         self._plain_steps = 0
@@ -106,11 +109,14 @@ class LoadBudget(Budget):
         return self._drafting
 
     def _drafting_pays(self, num_reqs: int) -> bool:
-        if self._profile is None or not (self._step.known and self._draft.known):
+        chances = self._profile.value
+        if chances is None or not self._step.known:
+            return True
+        if self._draft.num_timings < LEAST_DRAFTS:
             return True
         rows = num_reqs * np.arange(2, self._num_nodes + 2)
         seconds = self._step.seconds(rows, 1.0) + self._draft_seconds(num_reqs)
-        rate = ((1 + CAUTION * np.cumsum(self._profile)) / seconds).max()
+        rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
         self._idle_steps += 1
         if rate >= 1 / self._step.seconds(num_reqs):
             self._idle_steps = 0
@@ -122,15 +128,17 @@ class LoadBudget(Budget):
 
     def _draft_seconds(self, num_reqs: int) -> float:
         """What drafts of the usual size cost for R requests."""
-        rows, levels = self._draft_size
+        if self._draft_size.value is None:
+            return 0.0
+        rows, levels = self._draft_size.value
         return float(self._draft.seconds(num_reqs * rows, levels))
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
         """Nodes whose best child brings more than its rows; none if not their pass."""
-        if self._profile is None or not self._draft.known:
+        if self._profile.value is None or not self._draft.known:
             return super().expands(scores)
         rate = self._tokens_per_second
-        child = CAUTION * self._profile[0] - self._step.marginal(1) * rate
+        child = CAUTION * self._profile.value[0] - self._step.marginal(1) * rate
         gained = np.exp(scores) * child - self._draft.marginal(1) * rate
         pays = gained > 0
         return pays & (gained[pays].sum() > self._draft.marginal(0, 1) * rate)
@@ -144,9 +152,7 @@ class LoadBudget(Budget):
         if drafted:
             mean = np.zeros(self._num_nodes)
             mean[: best.shape[1]] = np.exp(best).mean(axis=0)
-            if self._profile is None:
-                self._profile = mean
-            self._profile += _weight(num_reqs) * (mean - self._profile)
+            self._profile.observe(mean, num_reqs)
         if not self._step.known:
             return -np.inf
         best = -np.sort(-best[np.isfinite(best)])
@@ -175,20 +181,16 @@ class LoadBudget(Budget):
         """The SSMs took so long for R requests and so many rows and levels."""
         if rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1):
             return  # a prompt or a long pause was caught up with
-        size = np.array([rows / num_reqs, levels])
-        if not self._draft.known:
-            self._draft_size = size
-        self._draft_size += _weight(num_reqs) * (size - self._draft_size)
+        self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
 
     def learned(self) -> dict[str, Any]:
         """Costs and averages."""
-        profile = None if self._profile is None else self._profile.tolist()
         return {
             "step": self._step.learned(),
             "draft": self._draft.learned(),
-            "profile": profile,
-            "draft_size": self._draft_size.tolist(),
+            "profile": self._profile.learned(),
+            "draft_size": self._draft_size.learned(),
         }
 
     def recall(self, learned: dict[str, Any]) -> None:
@@ -196,13 +198,30 @@ class LoadBudget(Budget):
         if learned["profile"] is None:
             return
         profile = finite(learned["profile"], (self._num_nodes,))
-        size = finite(learned["draft_size"], (2,))
+        size = learned["draft_size"]
+        size = None if size is None else finite(size, (2,))
         self._step.recall(learned["step"])
         self._draft.recall(learned["draft"])
-        self._profile, self._draft_size = profile, size
+        self._profile, self._draft_size = Average(profile), Average(size)
         self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, TRY_AGAIN
 
 
-def _weight(num_reqs: int) -> float:
-    """Of a step's average over R requests, in a running average over requests."""
-    return num_reqs / (num_reqs + MEMORY_REQS)
+class Average:
+    """A running average over requests, plain until there are many."""
+
+    def __init__(self, value: np.ndarray | None = None) -> None:
+        """`value` is what another engine has learned, None for nothing."""
+        self.value = value
+        self._num_reqs = 0 if value is None else MEMORY_REQS
+
+    def observe(self, mean: np.ndarray, num_reqs: int) -> None:
+        """Take in the mean over so many requests."""
+        if self.value is None:
+            self.value = np.zeros_like(mean)
+        weight = num_reqs / (num_reqs + self._num_reqs)
+        self.value = self.value + weight * (mean - self.value)
+        self._num_reqs = min(self._num_reqs + num_reqs, MEMORY_REQS)
+
+    def learned(self) -> list[float] | None:
+        """As JSON has it."""
+        return None if self.value is None else self.value.tolist()

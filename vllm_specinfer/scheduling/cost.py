@@ -30,7 +30,12 @@ class CostLine:
     @property
     def known(self) -> bool:
         """Something was observed."""
-        return self._products[0, 0] > 0
+        return self.num_timings > 0
+
+    @property
+    def num_timings(self) -> float:
+        """How many timings the line is drawn through; old ones count for less."""
+        return float(self._products[0, 0])
 
     def observe(self, rows: int, seconds: float, extra: float = 0.0) -> None:
         """Take in one timing."""
