@@ -126,7 +126,6 @@ def _with_chains(
     """The step's trees and, as chains, its other requests that are short."""
     starts = common.query_start_loc.numpy()
     counts = np.diff(starts)
-    is_short = counts <= MAX_CHAIN
     if tree is None:
         is_tree = np.zeros(len(counts), bool)
         bits = np.zeros((common.num_actual_tokens, num_words(MAX_CHAIN)), np.int64)
@@ -134,7 +133,7 @@ def _with_chains(
     else:
         is_tree, bits = tree.is_tree.numpy(), tree.ancestor_bits.numpy()
         context_lens = tree.context_lens.numpy()
-    is_chain = is_short & ~is_tree
+    is_chain = (counts <= MAX_CHAIN) & ~is_tree
     if not is_chain.any():
         return tree
     # Row i of a chain sees the rows up to itself.
