@@ -113,6 +113,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
 
     from vllm_specinfer.drafting import sources
     from vllm_specinfer.drafting.growth import TreeGrowth
+    from vllm_specinfer.scheduling.memory import BudgetMemory
     from vllm_specinfer.tree.candidates import Candidates
     from vllm_specinfer.tree.table import StepPlan, TreeTable
     from vllm_specinfer.verify.sampler import TreeSampler, _RowArgmax
@@ -148,7 +149,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (sources, "merge", None, MERGE),
         (Candidates, "best", None, MERGE),
         (asked, "observe", None, POLICY),
-        (speculator, "_remember", None, POLICY),
+        (BudgetMemory, "note_step", None, POLICY),
         *((budget, name, None, POLICY) for name in DECISIONS),
         *((found, "propose", None, BUILD) for found in asked.ssms),
         # Further SSMs and lookups: their work is drafting.

@@ -9,18 +9,12 @@ import functools
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from torch import nn
-from vllm.compilation.backends import set_model_tag
-from vllm.config import ModelConfig, VllmConfig, replace
-from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model
-from vllm.platforms import current_platform
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -28,35 +22,22 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
-from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.device import read, stage, token_rows
-from vllm_specinfer.drafting.children import ChildChooser
-from vllm_specinfer.drafting.eagle import EagleHead
-from vllm_specinfer.drafting.lookup import LookupSource
-from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.sources import SourceSet, lookup_source
-from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.loading import load_sources, recalled
 from vllm_specinfer.model_state import TreeModelState
-from vllm_specinfer.options import SSMSource
-from vllm_specinfer.refusals import eagle_type
-from vllm_specinfer.scheduling import memory
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
-from vllm_specinfer.scheduling.predictor import Predictor, read_predictor
+from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
-
-logger = init_logger(__name__)
-
-# What the budget has learned is saved every so many steps.
-SAVE_STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -104,7 +85,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._finished_at = 0.0
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
-        self._num_steps = 0
+        self._memory: BudgetMemory | None = None
         # By slot: the accepted nodes of the step that is being verified.
         self._accepted: dict[int, list[int]] = {}
         # The trees of the last batch by request id; the other requests have none.
@@ -139,34 +120,12 @@ class TreeSpeculator(DraftModelSpeculator):
                 "the target must use vLLM's default model state; got "
                 f"{type(target_model).__name__} with its own"
             )
-        spec = self.speculative_config
-        configs = iter(spec.ssm_model_configs)
-        num_nodes = spec.num_speculative_tokens
-        layers = self.vllm_config.compilation_config.static_forward_context
-        lookups: list[LookupSource] = []
-        ssms: list[NeuralSource] = []
-        for source in spec.sources:
-            if not isinstance(source, SSMSource):
-                lookups.append(lookup_source(source, self.max_num_reqs, num_nodes))
-                continue
-            number, config = len(ssms), next(configs)
-            if eagle_type(config) is None:
-                ssm = self._load_ssm(config, f"ssm{number}")
-            else:
-                ssm = self._load_head(config, target_model)
-            ssms.append(
-                NeuralSource(
-                    ssm,
-                    ChildChooser(spec.verification_rule, number),
-                    source.tree or spec.tree,
-                    source.num_speculative_tokens or num_nodes,
-                    self.budget,
-                )
-            )
-        self.sources = SourceSet(lookups, ssms, spec.tree, num_nodes, self.budget)
+        self.sources = load_sources(
+            self.vllm_config, target_model, self.device, self.budget
+        )
         if self.budget.learns:
-            self._give_predictors()
-            self._recall()
+            self._memory = recalled(self.vllm_config, self.sources)
+        layers = self.vllm_config.compilation_config.static_forward_context
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
@@ -174,7 +133,7 @@ class TreeSpeculator(DraftModelSpeculator):
             bind_sampler=self._bind_sampler,
             on_verified=self._on_verified,
             on_time=self._on_time,
-            verification=spec.verification_rule,
+            verification=self.speculative_config.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
         # vLLM reads two class attributes of what it is about to construct.
@@ -182,75 +141,6 @@ class TreeSpeculator(DraftModelSpeculator):
         state.__name__ = TreeModelState.__name__
         target_model.get_model_state_cls = lambda: state
         return nn.ModuleList(source.ssm.model for source in self.sources.ssms)
-
-    def _give_predictors(self) -> None:
-        """SSMs start from the user's file, lookups from what they believe."""
-        options = self.speculative_config.options
-        if options.scheduler != "learned":
-            return
-        for source in self.sources.all():
-            source.predictor = Predictor()
-        if options.scheduler_file is not None:
-            for source in self.sources.ssms:
-                source.predictor = read_predictor(Path(options.scheduler_file))
-
-    def _recall(self) -> None:
-        """Start from what an engine like this one has learned."""
-        config = self.vllm_config
-        self._memory = memory.file_of(
-            *(vllm.__version__, current_platform.get_device_name()),
-            *(torch.get_num_threads(), config.model_config.model),
-            *(config.model_config.dtype, config.model_config.enforce_eager),
-            *(config.cache_config.cache_dtype, repr(self.speculative_config)),
-            self.sources.learned()["predictors"],
-        )
-        learned = memory.load(self._memory)
-        if learned is not None:
-            try:
-                self.sources.recall(learned)
-            except (KeyError, TypeError, ValueError) as error:
-                logger.warning("%s is not used: %s", self._memory, error)
-
-    def _remember(self) -> None:
-        """Now and then, keep what the budget has learned for later engines."""
-        self._num_steps += 1
-        if self._num_steps % SAVE_STEPS == 0:
-            memory.save(self._memory, self.sources.learned())
-
-    def _config_of(self, model_config: ModelConfig) -> VllmConfig:
-        """The config that an SSM's passes run under."""
-        return replace(
-            self.vllm_config,
-            model_config=model_config,
-            quant_config=None,
-            parallel_config=replace(
-                self.speculative_config.draft_parallel_config,
-                rank=self.vllm_config.parallel_config.rank,
-            ),
-        )
-
-    def _load_ssm(self, model_config: ModelConfig, name: str) -> NeuralSSM:
-        vllm_config = self._config_of(model_config)
-        layers = self.vllm_config.compilation_config.static_forward_context
-        before = set(layers)
-        with set_model_tag(name):
-            model = get_model(vllm_config=vllm_config, prefix=name)
-        return NeuralSSM(model, vllm_config, set(layers) - before, self.device)
-
-    def _load_head(self, model_config: ModelConfig, target: nn.Module) -> EagleHead:
-        layers = self.vllm_config.compilation_config.static_forward_context
-        before = set(layers)
-        model = load_eagle_model(target, self.vllm_config)
-        width = self.vllm_config.model_config.get_hidden_size()
-        if self.speculative_config.reads_layers:
-            width = model.model.fc.input_size
-        return EagleHead(
-            model,
-            self._config_of(model_config),
-            set(layers) - before,
-            self.device,
-            width,
-        )
 
     def set_attn(
         self,
@@ -368,8 +258,8 @@ class TreeSpeculator(DraftModelSpeculator):
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs
             self.budget.observe_step(num_rows, seconds, trees)
-            if self.budget.learns:
-                self._remember()
+            if self._memory is not None:
+                self._memory.note_step()
         self._trees.drop(step.slots)
         trees, draws, counts, reasons = self.sources.propose(step, asked.num_nodes)
         # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.

@@ -100,6 +100,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.drafting.eagle import EagleHead
     from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
+    from vllm_specinfer.scheduling import memory
     from vllm_specinfer.scheduling.budget import Budget, LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
@@ -222,7 +223,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     def draft_and_save_every_step():
         always = {n: getattr(Budget, n) for n in ("drafts", "expands", "least_score")}
         with (
-            mock.patch.object(speculator, "SAVE_STEPS", 1),
+            mock.patch.object(memory, "SAVE_STEPS", 1),
             mock.patch.multiple(LoadBudget, **always),
         ):
             yield

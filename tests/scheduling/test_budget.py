@@ -3,13 +3,19 @@
 import numpy as np
 import pytest
 
-from vllm_specinfer.scheduling.budget import TRY_AGAIN, Budget, LoadBudget
+from vllm_specinfer.scheduling.budget import (
+    PLAIN_STEPS,
+    RAREST_TRY,
+    TRY_AGAIN,
+    Budget,
+    LoadBudget,
+)
 
 
 def test_now_and_then_a_step_goes_without_nodes():
     budget = LoadBudget(8)
     plain = [n for n in range(150) if not budget.grows(1)]
-    assert plain == [0, 2, 4, 4 + TRY_AGAIN, 4 + 2 * TRY_AGAIN]
+    assert plain == [0, 2, 4, 4 + PLAIN_STEPS, 4 + 2 * PLAIN_STEPS]
     assert all(Budget().grows(1) for _ in range(150))
 
 
@@ -61,11 +67,21 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     assert budget.drafts(1)
     for _ in range(400):  # a source that nobody believes any more
         budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
-    tried = [budget.drafts(1) for _ in range(3 * TRY_AGAIN)]
-    times = [n for n, drafted in enumerate(tried) if drafted]
-    first = TRY_AGAIN - 1
-    again = first + TRY_AGAIN + 1
-    assert times == [first, first + 1, again, again + 1]
+
+    def tries(num_steps):
+        tried = [budget.drafts(1) for _ in range(num_steps)]
+        return [n for n, drafted in enumerate(tried) if drafted]
+
+    # Two steps each, ever more rarely, up to a limit.
+    pauses = [TRY_AGAIN, 2 * TRY_AGAIN, 4 * TRY_AGAIN, RAREST_TRY, RAREST_TRY]
+    firsts = np.cumsum(np.array(pauses) + 1) - 2
+    assert tries(firsts[-1] + 2) == [m for n in firsts for m in (n, n + 1)]
+    for _ in range(400):  # it is right again
+        budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
+    assert budget.drafts(1)
+    for _ in range(400):
+        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
+    assert tries(TRY_AGAIN) == [TRY_AGAIN - 1]
 
 
 def test_a_cold_first_draft_and_unlikely_first_tokens_do_not_stop_drafting():

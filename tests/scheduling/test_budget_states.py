@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from vllm_specinfer.scheduling.budget import (
     FIRST_PLAIN_STEPS,
     LEAST_DRAFTS,
+    PLAIN_STEPS,
     TRY_AGAIN,
     LoadBudget,
 )
@@ -159,7 +160,7 @@ def test_a_restarted_budget_knows_what_a_plain_step_costs():
     old.observe_draft(1, 4, 3, 1e-3)
     old.least_score(np.log(np.full((1, NODES), 0.9)), drafted=True)
     new.recall(old.learned())
-    assert all(new.grows(1) for _ in range(TRY_AGAIN - FIRST_PLAIN_STEPS))
+    assert all(new.grows(1) for _ in range(PLAIN_STEPS - FIRST_PLAIN_STEPS))
 
 
 TestBudgets, TestDearDrafts = Budgets.TestCase, DearDrafts.TestCase

@@ -26,7 +26,6 @@ from vllm_specinfer.scheduling.step_stats import (
 )
 from vllm_specinfer.tree.candidates import (
     NO_TOKEN,
-    Candidates,
     FinishedTrees,
     merge,
 )
@@ -132,8 +131,11 @@ class SourceSet:
         if not asks:
             for source in self.ssms:
                 source.skip(step)
-        if not proposals:
-            proposals = [Proposal(Candidates.empty(num_reqs), [{} for _ in least])]
+            if not any(np.isfinite(p.candidates.scores).any() for p in proposals):
+                trees = FinishedTrees.none(num_reqs, self._num_nodes)
+                reason = self._reason(False, most, grows, asks)
+                reasons = dict.fromkeys(range(num_reqs), reason)
+                return Drafts(trees, [{} for _ in least], [], reasons)
         union, columns = merge([p.candidates for p in proposals])
         kept = max(self._least, self._budget.least_score(union.scores, asks))
         trees = union.cut(most).best(self._num_nodes, kept)
@@ -265,18 +267,19 @@ class SourceSet:
         asks: bool,
     ) -> dict[int, str]:
         """Why requests have no node, given all candidates' scores [R, C]."""
-        reasons = {}
         candidates = (np.isfinite(scores) & (scores >= self._least)).any(axis=1)
-        for r in np.flatnonzero((trees.tokens == NO_TOKEN).all(axis=1)).tolist():
-            if not most:
-                reasons[r] = SCHEDULE
-            elif not grows:
-                reasons[r] = MEASURING
-            elif candidates[r] or (self.ssms and not asks):
-                reasons[r] = BUDGET
-            else:
-                reasons[r] = NO_CANDIDATES
-        return reasons
+        empty = np.flatnonzero(trees.sizes == 0).tolist()
+        return {r: self._reason(candidates[r], most, grows, asks) for r in empty}
+
+    def _reason(self, candidates: bool, most: int, grows: bool, asks: bool) -> str:
+        """Why a request has no node; whether it had likely candidates."""
+        if not most:
+            return SCHEDULE
+        if not grows:
+            return MEASURING
+        if candidates or (self.ssms and not asks):
+            return BUDGET
+        return NO_CANDIDATES
 
     def _draws(
         self,

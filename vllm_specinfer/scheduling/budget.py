@@ -22,9 +22,12 @@ LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
-# While drafting does not pay, every so many steps it is tried again; while it does, so
-# often a step goes without, to know what that costs. So do the first steps of all.
-TRY_AGAIN, FIRST_PLAIN_STEPS = 64, 3
+# While drafting does not pay, it is tried again after so many steps; each time in vain
+# after twice as many as before, up to a limit.
+TRY_AGAIN, RAREST_TRY = 64, 512
+# While it pays, so often a step goes without, to know what that costs. So do the first
+# steps of all.
+PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
 # Growing a tree of N nodes hardly ever takes an SSM more rows than this times N.
 ROWS_PER_NODE = 4
 
@@ -87,7 +90,8 @@ class LoadBudget(Budget):
         self._tokens_per_second = 0.0
         self._steps_to_plain = 1
         self._plain_steps = 0
-        self._idle_steps = 0
+        # Since drafting paid or was tried, and how many it takes to try it.
+        self._idle_steps, self._patience = 0, TRY_AGAIN
         self._drafting = True
 
     def grows(self, num_reqs: int) -> bool:
@@ -99,7 +103,7 @@ class LoadBudget(Budget):
             return True
         self._plain_steps += 1
         first = self._plain_steps < FIRST_PLAIN_STEPS
-        self._steps_to_plain = 2 if first else TRY_AGAIN
+        self._steps_to_plain = 2 if first else PLAIN_STEPS
         return False
 
     def drafts(self, num_reqs: int) -> bool:
@@ -119,12 +123,15 @@ class LoadBudget(Budget):
         rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
         self._idle_steps += 1
         if rate >= 1 / self._step.seconds(num_reqs):
-            self._idle_steps = 0
+            self._idle_steps, self._patience = 0, TRY_AGAIN
             return True
+        if self._idle_steps < self._patience:
+            return False
         # Two steps in a row: the first one catches up with what the SSMs have missed.
-        if self._idle_steps > TRY_AGAIN:
+        if self._idle_steps > self._patience:
             self._idle_steps = 0
-        return self._idle_steps in (0, TRY_AGAIN)
+            self._patience = min(2 * self._patience, RAREST_TRY)
+        return True
 
     def _draft_seconds(self, num_reqs: int) -> float:
         """What drafts of the usual size cost for R requests."""
@@ -203,7 +210,7 @@ class LoadBudget(Budget):
         self._step.recall(learned["step"])
         self._draft.recall(learned["draft"])
         self._profile, self._draft_size = Average(profile), Average(size)
-        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, TRY_AGAIN
+        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, PLAIN_STEPS
 
 
 class Average:

@@ -9,6 +9,8 @@ PRIOR_WEIGHT = 0.1
 FORGETTING = 0.98
 # What another engine has learned counts as so many timings.
 RECALLED_STEPS = 10.0
+# So many timings hardly move a line through more than that.
+NEW_TIMINGS, MANY_TIMINGS = 4, 20
 # A timing that far above the line was a pause, unless it repeats.
 PAUSE, MAX_PAUSES = 4.0, 5
 
@@ -25,7 +27,9 @@ class CostLine:
         self._products = np.zeros((3, 3))
         self._values = np.zeros(3)
         self._pauses = 0
+        # The line, and how many timings it lacks.
         self._solved: np.ndarray | None = None
+        self._num_new = 0
 
     @property
     def known(self) -> bool:
@@ -49,7 +53,9 @@ class CostLine:
         features = np.array([1.0, rows, extra])
         self._products = FORGETTING * self._products + np.outer(features, features)
         self._values = FORGETTING * self._values + features * seconds
-        self._solved = None
+        self._num_new += 1
+        if self.num_timings < MANY_TIMINGS or self._num_new >= NEW_TIMINGS:
+            self._solved = None
 
     def seconds(
         self, rows: np.ndarray | float, extra: np.ndarray | float = 0.0
@@ -93,7 +99,7 @@ class CostLine:
                 products += PRIOR_WEIGHT * np.outer(features, features)
                 values += PRIOR_WEIGHT * features * prior * (at + PRIOR_ROWS)
             products[2, 2] += PRIOR_WEIGHT  # the extra costs nothing by itself
-            self._solved = _non_negative(products, values)
+            self._solved, self._num_new = _non_negative(products, values), 0
         return self._solved
 
 

@@ -13,8 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.cache import cache_folder, cpu
+from vllm_specinfer.drafting.sources import SourceSet
 
 logger = logging.getLogger(__name__)
+
+# What the budget has learned is saved every so many steps.
+SAVE_STEPS = 500
+
+
+class BudgetMemory:
+    """What the sources of one engine have learned, and the file of it."""
+
+    def __init__(self, file: Path, sources: SourceSet) -> None:
+        """Start the sources from what is in the file, if anything is."""
+        self._file, self._sources = file, sources
+        self._num_steps = 0
+        learned = load(file)
+        if learned is not None:
+            try:
+                sources.recall(learned)
+            except (KeyError, TypeError, ValueError) as error:
+                logger.warning("%s is not used: %s", file, error)
+
+    def note_step(self) -> None:
+        """Now and then, keep what the budget has learned for later engines."""
+        self._num_steps += 1
+        if self._num_steps % SAVE_STEPS == 0:
+            save(self._file, self._sources.learned())
 
 
 def file_of(*circumstances: Any) -> Path:

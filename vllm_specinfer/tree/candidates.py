@@ -32,11 +32,28 @@ class FinishedTrees:
     scores: np.ndarray
     places: np.ndarray
 
+    @classmethod
+    def none(
+        cls, num_reqs: int, num_nodes: int, num_candidates: int = 0
+    ) -> "FinishedTrees":
+        """R trees without a node."""
+        shape = (num_reqs, num_nodes)
+        return cls(
+            np.full(shape, NO_TOKEN),
+            np.full(shape, ROOT, np.int32),
+            np.full(shape, -np.inf, np.float32),
+            np.full((num_reqs, num_candidates + 1), num_nodes),
+        )
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[R] nodes of each tree."""
+        return (self.tokens != NO_TOKEN).sum(axis=1)
+
     def each(self) -> Iterator[TokenTree]:
         """The trees one by one, without what is no node."""
-        sizes = (self.tokens != NO_TOKEN).sum(axis=1)
         for tokens, parents, size in zip(
-            self.tokens, self.parents, sizes.tolist(), strict=True
+            self.tokens, self.parents, self.sizes.tolist(), strict=True
         ):
             yield TokenTree(tokens[:size], parents[:size])
 
@@ -86,25 +103,19 @@ class Candidates:
 
         Ties are broken by age, so the order is topological and prefix-closed.
         """
-        num_reqs, num_candidates = self.tokens.shape
-        rows = np.arange(num_reqs)[:, None]
-        order = np.argsort(-self.scores, axis=1, kind="stable")
-        rank = np.full((num_reqs, num_candidates + 1), num_nodes)
-        rank[rows, order] = np.arange(num_candidates)
-        order = order[:, :num_nodes]
-        tokens = self.tokens[rows, order]
-        old_parents = self.parents[rows, order]
-        parents = np.where(old_parents == ROOT, ROOT, rank[rows, old_parents])
+        trees = FinishedTrees.none(len(self.tokens), num_nodes, self.tokens.shape[1])
+        rows = np.arange(len(self.tokens))[:, None]
+        order = np.argsort(-self.scores, axis=1, kind="stable")[:, :num_nodes]
+        nodes = np.arange(order.shape[1])
         scores = self.scores[rows, order]
-        missing = ~np.isfinite(scores) | (scores < least)
-        tokens[missing], parents[missing], scores[missing] = NO_TOKEN, ROOT, -np.inf
-        rank[rows, order] = np.where(missing, num_nodes, rank[rows, order])
-        pad = num_nodes - tokens.shape[1]
-        if pad > 0:
-            tokens = np.pad(tokens, ((0, 0), (0, pad)), constant_values=NO_TOKEN)
-            parents = np.pad(parents, ((0, 0), (0, pad)), constant_values=ROOT)
-            scores = np.pad(scores, ((0, 0), (0, pad)), constant_values=-np.inf)
-        return FinishedTrees(tokens, parents.astype(np.int32), scores, rank)
+        kept = np.isfinite(scores) & (scores >= least)
+        trees.places[rows, order] = np.where(kept, nodes, num_nodes)
+        parents = self.parents[rows, order]
+        parents = np.where(parents == ROOT, ROOT, trees.places[rows, parents])
+        trees.tokens[:, nodes] = np.where(kept, self.tokens[rows, order], NO_TOKEN)
+        trees.parents[:, nodes] = np.where(kept, parents, ROOT)
+        trees.scores[:, nodes] = np.where(kept, scores, -np.inf)
+        return trees
 
 
 def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ancestor_bits, node_depths, num_words
 
@@ -51,15 +52,16 @@ class TreeTable:
 
         Args:
             slots: [R] request slots.
-            tokens: [R, N] int64.
+            tokens: [R, N] int64; after a tree's last node `NO_TOKEN`.
             parents: [R, N] int32.
             root_positions: [R] position of each root, the last verified token.
             draws: [R] by node and source; nodes without draws are left out.
         """
         self.tokens[slots] = tokens
         self.parents[slots] = parents
-        self.depths[slots] = node_depths(parents)
-        self.bits[slots] = ancestor_bits(parents)
+        rows = 1 + int((tokens != NO_TOKEN).sum(axis=1).max(initial=0))
+        self.depths[slots, :rows] = node_depths(parents[:, : rows - 1])
+        self.bits[slots, :rows] = ancestor_bits(parents[:, : rows - 1])
         self.root_positions[slots] = root_positions
         for slot, of_request in zip(slots.tolist(), draws, strict=True):
             self.draws[slot] = of_request

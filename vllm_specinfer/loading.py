@@ -1,0 +1,126 @@
+"""From the configuration to loaded sources, with what they have learned before."""
+
+from pathlib import Path
+
+import torch
+import vllm
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import ModelConfig, VllmConfig, replace
+from vllm.model_executor.model_loader import get_model
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+
+from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.drafting.eagle import EagleHead
+from vllm_specinfer.drafting.lookup import LookupSource
+from vllm_specinfer.drafting.neural import NeuralSource
+from vllm_specinfer.drafting.sources import SourceSet, lookup_source
+from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.options import SSMSource
+from vllm_specinfer.refusals import eagle_type
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.memory import BudgetMemory, file_of
+from vllm_specinfer.scheduling.predictor import Predictor, read_predictor
+
+
+def load_sources(
+    vllm_config: VllmConfig, target: nn.Module, device: torch.device, budget: Budget
+) -> SourceSet:
+    """Load what the speculative config names.
+
+    Args:
+        vllm_config: The engine's config; its speculative config is ours.
+        target: The loaded target; a head shares its embedding and output head.
+        device: The worker's device.
+        budget: Decides what the sources may spend.
+    """
+    spec = vllm_config.speculative_config
+    configs = iter(spec.ssm_model_configs)
+    num_nodes = spec.num_speculative_tokens
+    max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    lookups: list[LookupSource] = []
+    ssms: list[NeuralSource] = []
+    for source in spec.sources:
+        if not isinstance(source, SSMSource):
+            lookups.append(lookup_source(source, max_num_reqs, num_nodes))
+            continue
+        number, config = len(ssms), next(configs)
+        if eagle_type(config) is None:
+            ssm = _load_ssm(vllm_config, config, device, f"ssm{number}")
+        else:
+            ssm = _load_head(vllm_config, config, device, target)
+        ssms.append(
+            NeuralSource(
+                ssm,
+                ChildChooser(spec.verification_rule, number),
+                source.tree or spec.tree,
+                source.num_speculative_tokens or num_nodes,
+                budget,
+            )
+        )
+    sources = SourceSet(lookups, ssms, spec.tree, num_nodes, budget)
+    if budget.learns and spec.options.scheduler == "learned":
+        _give_predictors(sources, spec.options.scheduler_file)
+    return sources
+
+
+def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
+    """Start the sources from what an engine like this one has learned."""
+    file = file_of(
+        *(vllm.__version__, current_platform.get_device_name()),
+        *(torch.get_num_threads(), vllm_config.model_config.model),
+        *(vllm_config.model_config.dtype, vllm_config.model_config.enforce_eager),
+        *(vllm_config.cache_config.cache_dtype, repr(vllm_config.speculative_config)),
+        sources.learned()["predictors"],
+    )
+    return BudgetMemory(file, sources)
+
+
+def _give_predictors(sources: SourceSet, file: str | None) -> None:
+    """SSMs start from the user's file, lookups from what they believe."""
+    for source in sources.all():
+        source.predictor = Predictor()
+    if file is not None:
+        for source in sources.ssms:
+            source.predictor = read_predictor(Path(file))
+
+
+def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig:
+    """The config that an SSM's passes run under."""
+    return replace(
+        vllm_config,
+        model_config=model_config,
+        quant_config=None,
+        parallel_config=replace(
+            vllm_config.speculative_config.draft_parallel_config,
+            rank=vllm_config.parallel_config.rank,
+        ),
+    )
+
+
+def _load_ssm(
+    vllm_config: VllmConfig, model_config: ModelConfig, device: torch.device, name: str
+) -> NeuralSSM:
+    config = _config_of(vllm_config, model_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    before = set(layers)
+    with set_model_tag(name):
+        model = get_model(vllm_config=config, prefix=name)
+    return NeuralSSM(model, config, set(layers) - before, device)
+
+
+def _load_head(
+    vllm_config: VllmConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    target: nn.Module,
+) -> EagleHead:
+    layers = vllm_config.compilation_config.static_forward_context
+    before = set(layers)
+    model = load_eagle_model(target, vllm_config)
+    width = vllm_config.model_config.get_hidden_size()
+    if vllm_config.speculative_config.reads_layers:
+        width = model.model.fc.input_size
+    config = _config_of(vllm_config, model_config)
+    return EagleHead(model, config, set(layers) - before, device, width)
