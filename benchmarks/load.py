@@ -8,7 +8,6 @@
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -35,17 +34,6 @@ def wrong_ssm(pool: Path, folder: Path) -> Path:
     return folder
 
 
-def with_context(prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Each prompt behind so many tokens of the other ones, in another order each."""
-    if not length:
-        return prompts
-    long = []
-    for i, prompt in enumerate(prompts):
-        others = itertools.chain(*prompts[i + 1 :], *prompts[:i], *prompts)
-        long.append([*itertools.islice(others, length - len(prompt)), *prompt])
-    return long
-
-
 def main() -> int:
     """Write the prompts and the wrong SSM, then compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -64,7 +52,7 @@ def main() -> int:
     for length in args.contexts:
         files.append(str(args.out / f"context-{length}.jsonl"))
         with open(files[-1], "w") as file:
-            for ids in with_context(prompts, length):
+            for ids in assets.with_context(prompts, length):
                 file.write(json.dumps({"prompt": ids}) + "\n")
     configs = []
     for name in args.ssms:

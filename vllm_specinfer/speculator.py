@@ -33,6 +33,7 @@ from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.loading import load_sources, recalled
 from vllm_specinfer.model_state import TreeModelState
+from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
@@ -75,7 +76,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._req_states = req_states
         self._sampling: SamplingStates | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
-        self._tests_draws = self.speculative_config.verification_rule in ("mss", "rrs")
+        self._tests_draws = self.speculative_config.verification_rule in TESTS_DRAWS
         self.budget = Budget()
         if self.speculative_config.follows_load:
             self.budget = LoadBudget(self.num_speculative_steps)

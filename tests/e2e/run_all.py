@@ -78,24 +78,25 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=200, help="of each set")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--context", type=int, default=0, help="tokens before them")
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--ssm", default=str(POOL))
     parser.add_argument("--scheduler", default="auto")
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     target = args.target or str(assets.smollm2())
-    ids = [
-        prompt
-        for source in args.data
-        for prompt in assets.prompt_ids(source, 0, target)[: args.prompts]
-    ]
+    ids = []
+    for source in args.data:
+        prompts = assets.prompt_ids(source, 0, target)
+        ids += assets.with_context(prompts, args.context)[: args.prompts]
+    longest = max(map(len, ids)) + args.max_tokens
     params = {"temperature": args.temperature, "max_tokens": args.max_tokens}
 
     def job(batch: int, tree: str | None = None) -> dict:
         llm = {
             "model": target,
             "dtype": args.dtype,
-            "max_model_len": 2048,
+            "max_model_len": max(longest, 2048),
             "max_num_seqs": batch,
             "enforce_eager": args.eager,
         }

@@ -14,6 +14,8 @@ from vllm_specinfer.options import BestFirstTree, Tree
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
 
+_ONE = np.uint64(1)
+
 
 @dataclass(frozen=True)
 class Frontier:
@@ -80,11 +82,14 @@ class TreeGrowth:
         # [R, C, X] what `extend` was told of the candidates.
         self.features: np.ndarray | None = None
         self._words = num_words(self._max_scratch())
-        # The frontier: [R, F'] columns of candidates; the root to begin with.
+        # The frontier, to begin with the roots. [R, F'] columns of candidates, which of
+        # them are in it, and their rows in the next pass:
         self._columns = np.full((num_reqs, 1), ROOT, np.int32)
         self._mask = np.ones((num_reqs, 1), bool)
-        self._base = np.zeros((num_reqs, 1), np.float32)
-        self._bits = np.zeros((num_reqs, 1, self._words), np.uint64)
+        self._rows = np.arange(num_reqs)[:, None]
+        # By row: [F] scores, [F, W] what each one sees. And [R] slots in use.
+        self._base = np.zeros(num_reqs, np.float32)
+        self._bits = np.zeros((num_reqs, self._words), np.uint64)
         self._used = np.zeros(num_reqs, np.int32)
 
     @property
@@ -115,7 +120,7 @@ class TreeGrowth:
         num_new = width * logprobs.shape[1]
         first = self._found.tokens.shape[1]
         new_logprobs = np.full((num_reqs, width, logprobs.shape[1]), -np.inf)
-        new_logprobs[self._mask] = logprobs + self._base[self._mask][:, None]
+        new_logprobs[self._mask] = logprobs + self._base[:, None]
         new_logprobs = new_logprobs.astype(np.float32).reshape(num_reqs, num_new)
         new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
         new_tokens[self._mask] = tokens
@@ -167,30 +172,28 @@ class TreeGrowth:
         mask[mask] = self._expands(new_logprobs[rows, chosen][mask])
         scratch = self._used[:, None] + mask.cumsum(axis=1) - 1
         mask &= scratch < self._capacity[:, None]
-        if not mask.any():
+        requests, places = np.nonzero(mask)
+        if not len(requests):
             return None
-        bits = self._bits[rows, chosen // children].copy()
-        row_of = self._mask.cumsum().reshape(self._mask.shape) - 1
-        parents = row_of[rows, chosen // children][mask]
-        where = scratch[mask]
-        own = np.zeros((len(where), self._words), np.uint64)
-        own[np.arange(len(where)), where // WORD_BITS] = np.uint64(1) << (
-            where % WORD_BITS
-        ).astype(np.uint64)
-        bits[mask] |= own
+        picked, where = chosen[requests, places], scratch[requests, places]
+        parents = self._rows[requests, picked // children]
+        bits, nodes = self._bits[parents], np.arange(len(requests))
+        bits[nodes, where // WORD_BITS] |= _ONE << (where % WORD_BITS).astype(np.uint64)
         self._columns = (first + chosen).astype(np.int32)
         self._mask = mask
-        self._base = new_logprobs[rows, chosen]
+        self._rows = np.zeros(mask.shape, np.int64)
+        self._rows[requests, places] = nodes
+        self._base = new_logprobs[requests, picked]
         self._bits = bits
         self._used = self._used + mask.sum(axis=1, dtype=np.int32)
         return Frontier(
-            requests=np.nonzero(mask)[0],
-            tokens=self._found.tokens[rows, self._columns][mask],
-            nodes=self._columns[mask],
+            requests=requests,
+            tokens=self._found.tokens[requests, first + picked],
+            nodes=(first + picked).astype(np.int32),
             parents=parents,
             depth=self._depth,
             scratch=where,
-            ancestor_bits=bits[mask].view(np.int64),
+            ancestor_bits=bits.view(np.int64),
         )
 
 

@@ -34,7 +34,7 @@ class DraftStep:
         all_token_ids: [S, max_model_len] int32 tokens of all slots.
         decodes_only: No request of the batch is inside its prompt or just started.
         tests_draws: Children of sampled requests are tested against what they were
-            drawn from ("mss" and "rrs").
+            drawn from (`TESTS_DRAWS`).
         states: [n, D] the target's states of the tokens that it ran in this step and
             that stay, request by request; None where nobody reads them.
         state_starts: [B + 1] where each request's begin; None likewise.

@@ -22,9 +22,12 @@ LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
-# While drafting does not pay, it is tried again after so many steps; each time in vain
-# after twice as many as before, up to a limit.
-TRY_AGAIN, RAREST_TRY = 64, 512
+# While drafting does not pay, it is tried again so often that this part of the time is
+# lost by it, after a pause of so many steps at least and at most.
+LOST_IN_TRIES = 0.004
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 512
+# Two steps in a row: the first one catches up with what the SSMs have missed.
+TRIES = 2
 # While it pays, so often a step goes without, to know what that costs. So do the first
 # steps of all.
 PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
@@ -90,8 +93,8 @@ class LoadBudget(Budget):
         self._tokens_per_second = 0.0
         self._steps_to_plain = 1
         self._plain_steps = 0
-        # Since drafting paid or was tried, and how many it takes to try it.
-        self._idle_steps, self._patience = 0, TRY_AGAIN
+        # Since drafting paid or was tried, and tries that are left.
+        self._idle_steps, self._tries = 0, 0
         self._drafting = True
 
     def grows(self, num_reqs: int) -> bool:
@@ -121,16 +124,17 @@ class LoadBudget(Budget):
         rows = num_reqs * np.arange(2, self._num_nodes + 2)
         seconds = self._step.seconds(rows, 1.0) + self._draft_seconds(num_reqs)
         rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
-        self._idle_steps += 1
-        if rate >= 1 / self._step.seconds(num_reqs):
-            self._idle_steps, self._patience = 0, TRY_AGAIN
+        lost = 1 - rate * self._step.seconds(num_reqs)
+        if lost <= 0:
+            self._idle_steps, self._tries = 0, 0
             return True
-        if self._idle_steps < self._patience:
-            return False
-        # Two steps in a row: the first one catches up with what the SSMs have missed.
-        if self._idle_steps > self._patience:
-            self._idle_steps = 0
-            self._patience = min(2 * self._patience, RAREST_TRY)
+        if not self._tries:
+            self._idle_steps += 1
+            pause = TRIES * lost / LOST_IN_TRIES
+            if self._idle_steps <= np.clip(pause, SHORTEST_PAUSE, LONGEST_PAUSE):
+                return False
+            self._idle_steps, self._tries = 0, TRIES
+        self._tries -= 1
         return True
 
     def _draft_seconds(self, num_reqs: int) -> float:

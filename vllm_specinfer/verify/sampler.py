@@ -4,6 +4,7 @@ Dimension legend: R requests of the batch, L logits rows of a step, V vocabulary
 requests whose walk still goes on at some level.
 """
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import is_host, read, stage
+from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
@@ -67,7 +69,7 @@ class TreeSampler:
         self._commit = commit
         self._on_time = on_time
         self._tests: DrawTestingSampler | None = None
-        if verification in ("mss", "rrs"):
+        if verification in TESTS_DRAWS:
             self._tests = DrawTestingSampler(sampler)
 
     def __call__(
@@ -147,25 +149,28 @@ class TreeSampler:
         """
         requests = list(requests)
         slots = batch.idx_mapping_np[requests]
-        first = batch.cu_num_logits_np
-        chains = [
-            [0, *path] if looks_back else [path[-1] if path else 0]
-            for path, looks_back in zip(paths, self._look_back(slots), strict=True)
-        ]
-        counts = np.array([len(chain) for chain in chains])
-        rows = [
-            int(first[i]) + row
-            for i, chain in zip(requests, chains, strict=True)
-            for row in chain
-        ]
+        first = batch.cu_num_logits_np[requests].tolist()
+        places = [path[-1] if path else 0 for path in paths]
         if self._only_argmax(slots):
             return SamplerOutput(
-                sampled_token_ids=argmax(rows),
+                sampled_token_ids=argmax(list(map(operator.add, first, places))),
                 logprobs_tensors=None,
                 num_nans=None,
                 num_sampled=None,
                 num_rejected=None,
             )
+        chains = [
+            [0, *path] if looks_back else [place]
+            for path, place, looks_back in zip(
+                paths, places, self._look_back(slots), strict=True
+            )
+        ]
+        counts = np.array([len(chain) for chain in chains])
+        rows = [
+            start + row
+            for start, chain in zip(first, chains, strict=True)
+            for row in chain
+        ]
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         slot_of_row = np.repeat(slots, counts)
         chosen, which, mapping, expanded, local, cu_num_logits, last = stage(
