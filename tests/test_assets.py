@@ -35,3 +35,32 @@ def test_chat_ends_where_the_answer_begins():
 def test_missing_wheel_is_named():
     with pytest.raises(FileNotFoundError, match="some-wheel must be installed"):
         assets._package("no_such_module_here", "some-wheel")
+
+
+def test_a_model_is_made_once_and_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setenv(assets.CACHE_ENV, str(tmp_path / "cache"))
+
+    def fails(folder):
+        (folder / "config.json").write_text("{")
+        raise OSError("the disk is full")
+
+    def quicker(folder):
+        assets.made_once("model", lambda other: (other / "config.json").write_text("1"))
+        (folder / "config.json").write_text("2")
+
+    with pytest.raises(OSError, match="full"):
+        assets.made_once("model", fails)
+    assert not list((tmp_path / "cache").iterdir())
+    folder = assets.made_once("model", quicker)
+    assert (folder / "config.json").read_text() == "1"
+    assert assets.made_once("model", fails) == folder
+
+
+def test_a_context_goes_before_the_prompt():
+    prompts = [[1], [2, 2], [3, 3, 3]]
+    assert assets.with_context(prompts, 0) == prompts
+    assert assets.with_context(prompts, 5) == [
+        [2, 2, 3, 3, 1],
+        [3, 3, 3, 2, 2],
+        [1, 2, 3, 3, 3],
+    ]

