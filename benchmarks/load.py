@@ -50,7 +50,8 @@ def main() -> int:
     prompts = assets.prompt_ids("mtbench", model=target)
     files = []
     for length in args.contexts:
-        files.append(str(args.out / f"context-{length}.jsonl"))
+        name = f"mtbench after {length} tokens" if length else "mtbench"
+        files.append(str(args.out / f"{name}.jsonl"))
         with open(files[-1], "w") as file:
             for ids in assets.with_context(prompts, length):
                 file.write(json.dumps({"prompt": ids}) + "\n")

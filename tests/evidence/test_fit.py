@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.evidence.fit import Nodes, fit, nodes_of, online, quality
 from vllm_specinfer.evidence.scheduler import compare, oracle, replay
 from vllm_specinfer.evidence.simulate import Costs
@@ -76,16 +77,22 @@ def test_the_engine_learns_from_the_same_samples(tmp_path, monkeypatch):
     """What sources pass on for learning is what is fitted offline."""
     trace = trace_of(tmp_path, lines_of(4, 80))
     nodes = nodes_of(trace)
-    seen = []
+    steps, seen = [], []
+    observe = SourceSet.observe
+
+    def counted(self, slot, accepted):
+        steps.append(slot)
+        return observe(self, slot, accepted)
 
     def recorded(self, slot, features, right):
-        seen.append((slot, features, right))
+        seen.append((len(steps) - 1, slot, features, right))
 
+    monkeypatch.setattr(SourceSet, "observe", counted)
     monkeypatch.setattr(Predictor, "observe", recorded)
     replay(trace, "", Predictor(), Costs(*np.ones((2, 2))), 4)
-    assert len(seen) == 80
+    assert len(steps) == 80
     whole = 0
-    for s, (slot, features, right) in enumerate(seen):
+    for s, slot, features, right in seen:
         assert slot == trace.requests[s]
         if len(features) == nodes.tested[s].sum():  # a whole tree
             whole += 1

@@ -113,7 +113,7 @@ def report(out: Path, results: Results) -> str:
             same = "-" if cell[1] else f"{identical} of {len(one.texts)}"
             spread = "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratios)
             speed = "{1:.1f} ({0:.1f} to {2:.1f})".format(*rates)
-            texts = [Path(cell[0]).name, *map(str, cell[1:]), name, speed, spread]
+            texts = [Path(cell[0]).stem, *map(str, cell[1:]), name, speed, spread]
             shown.append([*texts, f"{one.tokens_per_step:.2f}", same])
     columns = ["prompts", "temperature", "batch", "method", "tokens/s", "ratio"]
     text = markdown([*columns, "tokens per step", "identical"], shown)
@@ -148,7 +148,7 @@ def _plot(file: Path, results: Results, draw: Any) -> None:
     )
     for panel, (key, by_batch) in zip(axes[0], panels.items(), strict=True):
         draw(panel, by_batch)
-        panel.set_title(f"{Path(key[0]).name}, T = {key[1]:g}")
+        panel.set_title(f"{Path(key[0]).stem}, T = {key[1]:g}")
         panel.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
