@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import LLAMA, write_model
 from vllm_specinfer import refusals
@@ -289,8 +290,7 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
             "data_parallel_size must be 1 for a mixture of experts",
         ),
         ({"enable_dbo": True}, "enable_dbo and ubatch_size must be left out"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, float16"),
-        ({"kv_cache_dtype": "nvfp4"}, "on a CPU with method specinfer; got 'nvfp4'"),
+        ({"kv_cache_dtype": "nvfp4"}, "must be one of auto, float16, bfloat16, fp8"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size must be left out"),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling must"),
         ({"watermark_config": {}}, "watermark_config must be left out"),
@@ -351,21 +351,38 @@ FP8_KV = {
 }
 
 
-@pytest.mark.parametrize("role", ["target", "ssm"])
-def test_a_checkpoint_that_turns_the_kv_cache_into_fp8_is_refused(refusal, role):
-    sentence = refusal(**{role: LLAMA | FP8_KV})
-    assert "kv_cache_dtype must be one of float16, bfloat16 on a CPU" in sentence
-    assert f"/{role}'" in sentence
+def test_a_checkpoint_that_turns_the_ssms_cache_alone_into_fp8_is_refused(refusal):
+    sentence = refusal(ssm=LLAMA | FP8_KV)
+    assert "kv_cache_dtype must be set" in sentence and "/ssm'" in sentence
 
 
-def test_fp8_kv_is_refused_on_a_cpu_only():
-    model = SimpleNamespace(model="m", model_arch_config=SimpleNamespace(**FP8_KV))
-    assert refusals.checkpoint_cache_reason(model, "auto", is_cpu=False) is None
-    assert refusals.checkpoint_cache_reason(model, "bfloat16", is_cpu=True) is None
-    assert refusals.checkpoint_cache_reason(model, "auto", is_cpu=True) is not None
-    assert refusals.cache_dtype_reason("fp8", is_cpu=False) is None
-    assert refusals.cache_dtype_reason("fp8", is_cpu=True) is not None
-    assert refusals.cache_dtype_reason("nvfp4", is_cpu=False) is not None
+def test_the_same_type_of_cache_is_accepted_for_an_ssm_with_a_scheme():
+    plain, fp8 = (
+        SimpleNamespace(model="m", model_arch_config=SimpleNamespace(**config))
+        for config in ({"quantization_config": None}, FP8_KV)
+    )
+    assert refusals.checkpoint_cache_reason("auto", plain, [plain, fp8]) is not None
+    assert refusals.checkpoint_cache_reason("fp8", plain, [plain, fp8]) is None
+    assert refusals.checkpoint_cache_reason("auto", fp8, [plain, fp8]) is None
+
+
+def test_fp8_kv_needs_what_vllms_kernels_need(monkeypatch):
+    plain, fp8 = (
+        SimpleNamespace(model_arch_config=SimpleNamespace(**config))
+        for config in ({"quantization_config": None}, FP8_KV)
+    )
+    cases = [("fp8", plain), ("fp8_e5m2", plain), ("auto", fp8), ("auto", plain)]
+
+    def refused(is_cpu, avx512=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+            return [
+                refusals.cache_dtype_reason(*case, is_cpu) is not None for case in cases
+            ]
+
+    assert refused(is_cpu=True) == [False, False, False, False]
+    assert refused(is_cpu=True, avx512=False) == [True, True, True, False]
+    assert refused(is_cpu=False) == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +431,7 @@ def test_the_worker_accepts_what_the_front_end_accepted(vllm_config):
 
 
 def test_the_worker_refuses_a_config_changed_since(vllm_config, monkeypatch):
-    vllm_config.cache_config.cache_dtype = "fp8"
+    vllm_config.cache_config.cache_dtype = "nvfp4"
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of"):
         refusals.check_vllm_config(vllm_config)
     vllm_config.cache_config.cache_dtype = "auto"

@@ -18,6 +18,7 @@ CUDA_BACKEND = "CUSTOM"
 
 PLAIN_KV_DTYPES = ("auto", "float16", "bfloat16")
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
+CPU_FP8_KV_DTYPES = (*FP8_KV_DTYPES, "fp8_e5m2")
 
 _SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
@@ -119,34 +120,53 @@ def parallel_reason(parallel: "ParallelConfig", model: "ModelConfig") -> str | N
     return None
 
 
-def cache_dtype_reason(cache_dtype: str, is_cpu: bool) -> str | None:
-    """Why a resolved KV cache type cannot hold a tree, or None."""
-    supported = PLAIN_KV_DTYPES if is_cpu else PLAIN_KV_DTYPES + FP8_KV_DTYPES
-    if cache_dtype in supported:
-        return None
-    device = "a CPU" if is_cpu else "a GPU"
-    return (
-        f"kv_cache_dtype must be one of {', '.join(supported)} on {device} with method "
-        f"specinfer; got {cache_dtype!r}"
-    )
-
-
-def checkpoint_cache_reason(
-    model: "ModelConfig", cache_dtype: str, is_cpu: bool
+def cache_dtype_reason(
+    cache_dtype: str, target: "ModelConfig", is_cpu: bool
 ) -> str | None:
-    """Why the KV cache type that a checkpoint asks for cannot hold a tree, or None.
+    """Why a resolved KV cache type cannot hold a tree, or None.
 
     Where the user leaves the type open, vLLM's attention layers take fp8 for a
     ``kv_cache_scheme`` (vllm/model_executor/layers/attention/attention.py).
     """
-    quantization = model.model_arch_config.quantization_config or {}
-    if not is_cpu or cache_dtype != "auto" or not quantization.get("kv_cache_scheme"):
+    by_checkpoint = cache_dtype == "auto" and _has_cache_scheme(target)
+    fp8 = _cpu_fp8_kv_dtypes() if is_cpu else FP8_KV_DTYPES
+    if (FP8_KV_DTYPES[0] if by_checkpoint else cache_dtype) in PLAIN_KV_DTYPES + fp8:
         return None
+    plain = PLAIN_KV_DTYPES[1:] if by_checkpoint else PLAIN_KV_DTYPES
+    asked = " and a kv_cache_scheme, which makes it fp8" if by_checkpoint else ""
     return (
-        f"kv_cache_dtype must be one of {', '.join(PLAIN_KV_DTYPES[1:])} on a CPU with "
-        "method specinfer where a checkpoint has a kv_cache_scheme, as 'auto' makes it "
-        f"fp8; got 'auto' and {model.model!r}"
+        f"kv_cache_dtype must be one of {', '.join(plain + fp8)} on this "
+        f"{'CPU' if is_cpu else 'GPU'} with method specinfer; got {cache_dtype!r}"
+        f"{asked}"
     )
+
+
+def _cpu_fp8_kv_dtypes() -> tuple[str, ...]:
+    """What vLLM's CPU kernels can read (vllm/v1/attention/backends/cpu_attn.py)."""
+    import torch
+
+    return CPU_FP8_KV_DTYPES if torch.cpu._is_avx512_supported() else ()
+
+
+def _has_cache_scheme(model: "ModelConfig") -> bool:
+    quantization = model.model_arch_config.quantization_config or {}
+    return bool(quantization.get("kv_cache_scheme"))
+
+
+def checkpoint_cache_reason(
+    cache_dtype: str, target: "ModelConfig", ssms: Iterable["ModelConfig"]
+) -> str | None:
+    """Why a KV cache type that only an SSM asks for cannot be, or None."""
+    if cache_dtype != "auto" or _has_cache_scheme(target):
+        return None
+    for ssm in ssms:
+        if _has_cache_scheme(ssm):
+            return (
+                "kv_cache_dtype must be set where an SSM has a kv_cache_scheme and "
+                "the target has none, as 'auto' makes the SSM's cache alone fp8; got "
+                f"'auto' and {ssm.model!r}"
+            )
+    return None
 
 
 def model_reason(model: "ModelConfig", role: str) -> str | None:
@@ -246,18 +266,10 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
     target = vllm_config.model_config
     refuse(feature_reason(vllm_config))
     refuse(parallel_reason(vllm_config.parallel_config, target))
-    refuse(
-        cache_dtype_reason(
-            vllm_config.cache_config.cache_dtype, current_platform.is_cpu()
-        )
-    )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    refuse(cache_dtype_reason(cache_dtype, target, current_platform.is_cpu()))
     refuse(model_reason(target, "the target"))
-    for model in (target, *spec.ssm_model_configs):
-        refuse(
-            checkpoint_cache_reason(
-                model, vllm_config.cache_config.cache_dtype, current_platform.is_cpu()
-            )
-        )
+    refuse(checkpoint_cache_reason(cache_dtype, target, spec.ssm_model_configs))
     for ssm in spec.ssm_model_configs:
         if eagle_type(ssm) is None:
             refuse(model_reason(ssm, "the SSM"))

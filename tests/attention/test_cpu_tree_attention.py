@@ -33,6 +33,9 @@ current_platform.import_kernels()
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# Of K and V, powers of two: what the tests expect divides by them exactly.
+SCALES = 0.5, 4.0
 
 
 def random_parents(num_rows: int, seed: int) -> list[int]:
@@ -80,16 +83,19 @@ class Batch:
         block_size: int = 32,
         seed: int = 0,
         unwritten: float = torch.nan,
+        cache_dtype: str = "auto",
     ):
         torch.manual_seed(seed)
         self.requests, self.block_size = requests, block_size
-        self.isa = cpu_attn._get_attn_isa(dtype, block_size, head_size)
+        self.isa = cpu_attn._get_attn_isa(dtype, block_size, head_size, cache_dtype)
+        self.cache_dtype = cache_dtype
+        self.k_scale, self.v_scale = SCALES if cache_dtype in FP8 else (1.0, 1.0)
         width = max(-(-r.seq_len // block_size) for r in requests)
         num_blocks = len(requests) * width + 3
         # Reading a slot that nobody wrote shows; the stock kernel does read them.
         self.kv_cache = torch.full(
             (num_blocks, num_kv_heads, block_size, 2 * head_size), unwritten
-        ).to(dtype)
+        ).to(FP8.get(cache_dtype, dtype))
         blocks = torch.randperm(num_blocks)[: len(requests) * width]
         self.block_table = blocks.view(len(requests), width).int()
         self.keys, self.values = [], []
@@ -97,8 +103,8 @@ class Batch:
             shape = (request.seq_len, num_kv_heads, head_size)
             key, value = torch.randn(2, *shape).to(dtype)
             self.write(i, key, value)
-            self.keys.append(key)
-            self.values.append(value)
+            self.keys.append(self.stored(key, self.k_scale))
+            self.values.append(self.stored(value, self.v_scale))
         counts = torch.tensor([0, *(len(r.rows) for r in requests)])
         self.query_start_loc = counts.cumsum(0).int()
         self.seq_lens = torch.tensor([r.seq_len for r in requests]).int()
@@ -109,13 +115,35 @@ class Batch:
         self.query = fused[:, 1:-1]
         self.scale = head_size**-0.5
 
+    def stored(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """What the cache makes of K or V: in fp8 vLLM rounds towards zero."""
+        if self.cache_dtype not in FP8:
+            return x
+        fp8 = FP8[self.cache_dtype]
+        x = x.float() / scale
+        nearest = x.to(fp8)
+        # The number before it, towards zero, where the nearest is further from zero.
+        beyond = nearest.float().abs() > x.abs()
+        return (nearest.view(torch.uint8) - beyond.byte()).view(fp8).float() * scale
+
     def write(self, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
         positions = torch.arange(len(key))
         block_ids = self.block_table[i].long()[positions // self.block_size]
         slots = block_ids * self.block_size + positions % self.block_size
         num_blocks, num_heads, block_size, width = self.kv_cache.shape
-        pages = self.kv_cache.view(num_blocks, num_heads, 2 * block_size, width // 2)
-        ops.cpu_attn_reshape_and_cache(key, value, *pages.chunk(2, 2), slots, self.isa)
+        cache = self.raw_cache
+        pages = cache.view(num_blocks, num_heads, 2 * block_size, width // 2)
+        ops.cpu_attn_reshape_and_cache(
+            *(key, value, *pages.chunk(2, 2), slots, self.isa),
+            *(self.k_scale, self.v_scale, self.cache_dtype),
+        )
+
+    @property
+    def raw_cache(self) -> torch.Tensor:
+        """As vLLM hands it to layers."""
+        if self.cache_dtype not in FP8:
+            return self.kv_cache
+        return self.kv_cache.view(torch.uint8)
 
     def tree_rows(self, num_words: int | None = None) -> TreeRows:
         requests = self.requests
@@ -176,6 +204,8 @@ class Batch:
             softcap,
             sinks,
             self.isa,
+            self.k_scale,
+            self.v_scale,
         )
         return out
 
@@ -209,6 +239,41 @@ def test_a_row_equals_attention_over_its_path(
     shape = (head_size, num_kv_heads, group, block_size)
     batch = Batch(requests, dtype, *shape)
     assert_close(batch.run(kernel), batch.expected())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize(
+    ("head_size", "num_kv_heads", "group", "block_size"),
+    [(32, 1, 1, 32), (64, 3, 3, 128), (96, 2, 4, 64), (256, 1, 8, 32)],
+)
+def test_an_fp8_cache_is_read_as_vllm_writes_it(
+    kernel, dtype, cache_dtype, head_size, num_kv_heads, group, block_size
+):
+    requests = [
+        Request(context, random_parents(rows, seed=rows))
+        for context, rows in ((131, 9), (5, 1), (0, 12), (300, 4))
+    ]
+    shape = (head_size, num_kv_heads, group, block_size)
+    batch = Batch(requests, dtype, *shape, cache_dtype=cache_dtype)
+    softcap, sinks = 0.7, torch.linspace(-2, 6, num_kv_heads * group)
+    assert_close(batch.run(kernel), batch.expected())
+    assert_close(
+        batch.run(kernel, softcap=softcap, sinks=sinks), batch.expected(softcap, sinks)
+    )
+
+
+@pytest.mark.parametrize("cache_dtype", FP8)
+def test_every_finite_fp8_number_is_read(cache_dtype):
+    """As V of one position, which is then the output."""
+    batch = Batch([Request(0, [-1])], head_size=256, cache_dtype=cache_dtype)
+    numbers = torch.arange(256).byte().view(FP8[cache_dtype])
+    numbers = torch.where(numbers.float().isfinite(), numbers.float(), 1.0)
+    page = batch.kv_cache[batch.block_table[0, 0]].view(2, 64, 256)
+    page[:, 32] = numbers.to(page.dtype)
+    expected = (numbers * batch.v_scale).expand(1, 4, -1)
+    assert torch.equal(batch.run(), expected)
 
 
 @pytest.mark.parametrize("head_size", [96, 128, 160, 192, 224, 512])
@@ -351,7 +416,7 @@ def make_builder(batch: Batch, trees: bool) -> cpu.CPUTreeAttentionMetadataBuild
             dtype=batch.query.dtype, get_num_attention_heads=lambda _: num_heads
         ),
         parallel_config=None,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=batch.cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=SpecInferConfig.__new__(SpecInferConfig) if trees else None,
     )
@@ -359,7 +424,7 @@ def make_builder(batch: Batch, trees: bool) -> cpu.CPUTreeAttentionMetadataBuild
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_size=width // 2,
-        dtype=batch.query.dtype,
+        dtype=batch.raw_cache.dtype,
     )
     return cpu.CPUTreeAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
 
@@ -378,7 +443,7 @@ def make_impl(batch: Batch, monkeypatch, cls=cpu.CPUTreeAttentionImpl, **kwargs)
         "num_kv_heads": batch.kv_cache.shape[1],
         "alibi_slopes": None,
         "sliding_window": None,
-        "kv_cache_dtype": "auto",
+        "kv_cache_dtype": batch.cache_dtype,
     }
     return cls(**(args | kwargs))
 
@@ -400,16 +465,19 @@ def build(batch: Batch, tree: TreeRows | None, trees: bool = True):
 
 
 def forward(batch: Batch, impl, metadata) -> torch.Tensor:
-    layer = SimpleNamespace(isa=batch.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    scales = {"_k_scale_float": batch.k_scale, "_v_scale_float": batch.v_scale}
+    layer = SimpleNamespace(isa=batch.isa, **scales)
     out = torch.full(batch.query.shape, torch.nan, dtype=batch.query.dtype)
     query = batch.query.contiguous()
-    impl.forward(layer, query, query, query, batch.kv_cache, metadata, out)
+    impl.forward(layer, query, query, query, batch.raw_cache, metadata, out)
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chain_equals_the_stock_kernel(dtype, monkeypatch):
-    batch = Batch([Request(150, chain(9)), Request(33, chain(20))], dtype, unwritten=0)
+@pytest.mark.parametrize("cache_dtype", ["auto", *FP8])
+def test_a_chain_equals_the_stock_kernel(dtype, cache_dtype, monkeypatch):
+    requests = [Request(150, chain(9)), Request(33, chain(20))]
+    batch = Batch(requests, dtype, unwritten=0, cache_dtype=cache_dtype)
     impl = make_impl(batch, monkeypatch)
     stock = forward(batch, impl, build(batch, None, trees=False))
     tree = forward(batch, impl, build(batch, batch.tree_rows()))

@@ -16,6 +16,8 @@ from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
 current_platform.import_kernels()
 
 NUM_BLOCKS = 5
+FP8 = torch.uint8  # as vLLM keeps it
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, FP8]
 
 
 @dataclass
@@ -30,7 +32,8 @@ class Layer:
     def make(cls, heads, head_size, dtype, block_size, cache=None) -> "Layer":
         shape = (NUM_BLOCKS, heads, block_size, 2 * head_size)
         cache = torch.zeros(shape, dtype=dtype) if cache is None else cache
-        tokens = torch.randn(2, NUM_BLOCKS * block_size, heads, head_size).to(dtype)
+        tokens = torch.randn(2, NUM_BLOCKS * block_size, heads, head_size)
+        tokens = tokens.to(torch.float32 if dtype is FP8 else dtype)
         layer = cls(cache, *tokens)
         layer.write(cache)
         return layer
@@ -38,9 +41,12 @@ class Layer:
     def write(self, cache: torch.Tensor) -> None:
         num_blocks, heads, block_size, width = cache.shape
         isa = _get_attn_isa(cache.dtype, block_size, width // 2)
+        dtype = "fp8_e4m3" if cache.dtype is FP8 else "auto"
         pages = cache.view(num_blocks, heads, 2 * block_size, width // 2).chunk(2, 2)
         slots = torch.arange(num_blocks * block_size)
-        ops.cpu_attn_reshape_and_cache(self.keys, self.values, *pages, slots, isa)
+        ops.cpu_attn_reshape_and_cache(
+            self.keys, self.values, *pages, slots, isa, kv_cache_dtype=dtype
+        )
 
     def check_moved(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """The cache must be what writing the moved tokens afresh gives."""
@@ -66,11 +72,11 @@ def built():
 
 
 @pytest.mark.parametrize("move", MOVERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_overlapping_moves_in_layers_of_unequal_shape(move, dtype, block_size):
     torch.manual_seed(block_size)
-    shapes = [(3, 64), (3, 64), (2, 80), (1, 128), (4, 32)]
+    shapes = [(3, 64), (3, 64), (2, 80 + 16 * (dtype is FP8)), (1, 128), (4, 32)]
     layers = [Layer.make(*shape, dtype, block_size) for shape in shapes]
     for count in (1, 7, 40):
         src, dst = random_moves(NUM_BLOCKS * block_size, count)

@@ -119,9 +119,44 @@ def quantized_copy(model: str, folder: Path, name: str) -> str:
         if isinstance(module, torch.nn.Linear):
             weight = tensors.pop(f"{path}.weight")
             tensors |= {f"{path}.{part}": t for part, t in quantize(weight).items()}
+    return _write(llama, tensors, config, folder)
+
+
+def fp8_cache_copy(model: str, folder: Path, scale: float) -> str:
+    """A copy of a Llama that asks for an fp8 KV cache, as llm-compressor writes it.
+
+    Args:
+        model: Its folder.
+        folder: Where to write the copy.
+        scale: What K and V are divided by in the cache.
+
+    Returns:
+        The folder of the copy.
+    """
+    llama = LlamaForCausalLM.from_pretrained(model)
+    tensors = llama.state_dict()
+    for i in range(llama.config.num_hidden_layers):
+        for part in ("k_scale", "v_scale"):
+            name = f"model.layers.{i}.self_attn.{part}"
+            tensors[name] = torch.full((1,), scale)
+    scheme = {
+        **{"num_bits": 8, "type": "float", "strategy": "tensor"},
+        **{"symmetric": True, "dynamic": False},
+    }
+    config = {
+        **{"quant_method": "compressed-tensors", "format": "naive-quantized"},
+        **{"quantization_status": "compressed", "ignore": ["lm_head"]},
+        **{"config_groups": {}, "kv_cache_scheme": scheme},
+    }
+    return _write(llama, tensors, config, folder)
+
+
+def _write(
+    llama: LlamaForCausalLM, tensors: Tensors, quantization: dict, folder: Path
+) -> str:
     llama.config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     file = folder / "config.json"
-    written = {**json.loads(file.read_text()), "quantization_config": config}
+    written = {**json.loads(file.read_text()), "quantization_config": quantization}
     file.write_text(json.dumps(written))
     return str(folder)

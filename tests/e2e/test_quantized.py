@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
-from tests.e2e.quantized import quantized_copy
+from tests.e2e.quantized import fp8_cache_copy, quantized_copy
 from tests.e2e.test_greedy import GREEDY, PROMPTS, job
 
 PARAMS = [
@@ -18,6 +18,7 @@ PARAMS = [
 # vLLM has its 4-bit kernels for half precision only.
 DTYPES = {"int8": "float32", "gptq": "float16", "awq": "float16"}
 CLOSE = 0.05
+CACHES = ["fp8", "e5m2", "checkpoint", "mixed"]
 
 
 def jobs(folder, name):
@@ -52,3 +53,44 @@ def test_the_text_is_plain_decodings_but_for_ties(tmp_path, name):
             if n is not None and not PARAMS[i]["temperature"]:
                 assert plain["gaps"][i][0][n] < CLOSE
         assert tree["accepted"] > tree["drafts"] / 2 and tree["branches"] > 10
+
+
+def cache_jobs(folder):
+    """Plain decoding and trees, with K/V caches of eight bits."""
+    target = tiny_llama(folder / "target", seed=0)
+    ssm = noisy_copy(target, folder / "ssm", noise=0.05)
+    asking = fp8_cache_copy(target, folder / "asking", scale=0.3)
+    cases = {
+        "fp8": (target, {"kv_cache_dtype": "fp8"}),
+        "e5m2": (target, {"kv_cache_dtype": "fp8_e5m2"}),
+        "checkpoint": (asking, {"kv_cache_dtype": "auto"}),
+        "mixed": (
+            target,
+            {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        ),
+    }
+    runs = {}
+    for name, (model, llm) in cases.items():
+        llm |= {"params": PARAMS, "prompts": PROMPTS}
+        runs[name, "plain"] = {**job((model, None), **llm), "plain_v2": True}
+        runs[name, "tree"] = job((model, ssm), {"tree": "4,2,2"}, **llm)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory):
+    runs = cache_jobs(tmp_path_factory.mktemp("fp8"))
+    return dict(zip(runs, engine.run(list(runs.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_text_is_plain_decodings_with_a_cache_of_eight_bits(cached, name):
+    plain, tree = cached[name, "plain"], cached[name, "tree"]
+    print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
+    assert tree["tokens"] == plain["tokens"]
+    assert tree["accepted"] > tree["drafts"] / 2 and tree["branches"] > 10
+
+
+def test_each_cache_rounds_in_its_own_way(cached):
+    texts = [cached[name, "plain"]["tokens"] for name in CACHES]
+    assert all(texts.count(text) == 1 for text in texts)

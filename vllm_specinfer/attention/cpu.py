@@ -38,6 +38,12 @@ from vllm_specinfer.tree.token_tree import chain_bits, num_words
 # vLLM's (benchmarks/p7_tree_attention.py).
 MAX_CHAIN = 32
 
+_FP8_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
 
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata):
@@ -233,6 +239,8 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             self._float_sinks = self.sinks.float().contiguous()
         num_tokens = attn_metadata.num_actual_tokens
         query = query[:num_tokens]
+        if self.is_fp8_kv_cache:
+            kv_cache = kv_cache.view(_FP8_DTYPES[self.kv_cache_dtype])
         tree_attention(
             query,
             kv_cache,
@@ -245,6 +253,8 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             self.logits_soft_cap,
             self._float_sinks,
             layer.isa,
+            layer._k_scale_float,
+            layer._v_scale_float,
         )
         return output
 

@@ -79,12 +79,11 @@ def _create(
     config = SpecInferConfig.create(
         options, target_model_config, target_parallel_config
     )
-    for model in (target_model_config, *config.ssm_model_configs):
-        refusals.refuse(
-            refusals.checkpoint_cache_reason(
-                model, args.kv_cache_dtype, current_platform.is_cpu()
-            )
+    refusals.refuse(
+        refusals.checkpoint_cache_reason(
+            args.kv_cache_dtype, target_model_config, config.ssm_model_configs
         )
+    )
     # Only now, so that a refusal leaves arguments and process as they were.
     args.scheduler_cls = SCHEDULER
     if not current_platform.is_cpu():
@@ -124,7 +123,9 @@ def _check_engine_args(
         refusals.replaced_class_reason("worker_cls", worker, worker_cls()),
         refusals.feature_reason(args),
         refusals.parallel_reason(target_parallel_config, target_model_config),
-        refusals.cache_dtype_reason(cache_dtype, current_platform.is_cpu()),
+        refusals.cache_dtype_reason(
+            cache_dtype, target_model_config, current_platform.is_cpu()
+        ),
         refusals.model_reason(target_model_config, "the target"),
     ):
         refusals.refuse(reason)

@@ -1,5 +1,4 @@
 // Checks the tensors, takes their pointers and strides, runs the kernels without GIL.
-#include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
@@ -19,7 +18,8 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
                     const Tensor& block_table, const Tensor& query_start_loc,
                     const Tensor& seq_lens, const Tensor& is_tree,
                     const Tensor& context_lens, const Tensor& ancestor_bits,
-                    double scale, double softcap, const std::optional<Tensor>& sinks) {
+                    double scale, double softcap, const std::optional<Tensor>& sinks,
+                    double k_scale, double v_scale) {
   const int64_t R = is_tree.size(0), D = query.size(2);
   const auto type = query.scalar_type();
   for (const Tensor* t : {&block_table, &query_start_loc, &seq_lens, &context_lens})
@@ -39,8 +39,12 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
                   kv_cache.size(2) % 16 == 0 && D % 16 == 0,
               "kv_cache must be [B, Hkv, bs, 2 * ", D, "] with whole pages; got ",
               kv_cache.sizes());
-  TORCH_CHECK(kv_cache.scalar_type() == type && out.scalar_type() == type,
-              "kv_cache and out must be ", type, "; got ", kv_cache.scalar_type());
+  const auto cache_type = kv_cache.scalar_type();
+  TORCH_CHECK(out.scalar_type() == type && (cache_type == type ||
+                                            cache_type == at::kFloat8_e4m3fn ||
+                                            cache_type == at::kFloat8_e5m2),
+              "out must be ", type, ", kv_cache that or fp8; got ", out.scalar_type(),
+              " and ", cache_type);
   TORCH_CHECK(query.stride(2) == 1 && out.dim() == 3 && out.stride(2) == 1 &&
                   out.sizes() == query.sizes(),
               "query and out must be [T, H, D] with dense heads");
@@ -48,28 +52,35 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
               " of ", kv_cache.size(1), "; got ", query.size(1));
   TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
               "sinks must be contiguous float32");
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kBFloat16, at::kHalf, type, "tree_attention", [&] {
-        if constexpr (!std::is_same_v<scalar_t, double>) {
-          tree::Step<scalar_t> step{
-              query.const_data_ptr<scalar_t>(), kv_cache.const_data_ptr<scalar_t>(),
-              out.mutable_data_ptr<scalar_t>(), block_table.const_data_ptr<int32_t>(),
-              query_start_loc.const_data_ptr<int32_t>(),
-              seq_lens.const_data_ptr<int32_t>(),
-              context_lens.const_data_ptr<int32_t>(), is_tree.const_data_ptr<bool>(),
-              ancestor_bits.const_data_ptr<int64_t>(),
-              sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
-              query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
-              kv_cache.stride(1), block_table.stride(0), ancestor_bits.stride(0),
-              (int)R, (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)),
-              (int)D, (int)kv_cache.size(2), (int)ancestor_bits.size(1), (float)scale,
-              (float)softcap};
-          pybind11::gil_scoped_release no_gil;
-          tree::run(step);
-        } else {
-          TORCH_CHECK(false, "query must be float32, bfloat16 or float16");
-        }
-      });
+  auto run = [&]<class T, class K>(T* output, const K* cache) {
+    tree::Step<T, K> step{
+        query.const_data_ptr<T>(), cache, output, block_table.const_data_ptr<int32_t>(),
+        query_start_loc.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(),
+        context_lens.const_data_ptr<int32_t>(), is_tree.const_data_ptr<bool>(),
+        ancestor_bits.const_data_ptr<int64_t>(),
+        sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
+        query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
+        kv_cache.stride(1), block_table.stride(0), ancestor_bits.stride(0), (int)R,
+        (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)), (int)D,
+        (int)kv_cache.size(2), (int)ancestor_bits.size(1), (float)(scale * k_scale),
+        (float)softcap, (float)v_scale};
+    pybind11::gil_scoped_release no_gil;
+    tree::run(step);
+  };
+  auto run_as = [&]<class T>(T* output) {
+    if (cache_type == at::kFloat8_e4m3fn)
+      run(output, kv_cache.const_data_ptr<c10::Float8_e4m3fn>());
+    else if (cache_type == at::kFloat8_e5m2)
+      run(output, kv_cache.const_data_ptr<c10::Float8_e5m2>());
+    else
+      run(output, kv_cache.const_data_ptr<T>());
+  };
+  switch (type) {
+    case at::kFloat: return run_as(out.mutable_data_ptr<float>());
+    case at::kBFloat16: return run_as(out.mutable_data_ptr<c10::BFloat16>());
+    case at::kHalf: return run_as(out.mutable_data_ptr<c10::Half>());
+    default: TORCH_CHECK(false, "query must be float32, bfloat16 or float16");
+  }
 }
 
 void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
@@ -97,9 +108,9 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   for (const Tensor& t : kv_caches) {
     TORCH_CHECK(t.dim() == 4 && t.size(2) == block_size && t.stride(3) == 1 &&
                     t.stride(2) == t.size(3) &&
-                    (t.element_size() == 2 || t.element_size() == 4),
+                    (t.element_size() <= 2 || t.element_size() == 4),
                 "a kv_cache must be [B, Hkv, ", block_size,
-                ", 2 * D] of 2 or 4 byte items with whole pages; got ", t.sizes());
+                ", 2 * D] of 1, 2 or 4 byte items with whole pages; got ", t.sizes());
     if (!seen.insert(t.data_ptr()).second) continue;
     const int64_t item = t.element_size();
     caches.push_back({(char*)t.data_ptr(), t.stride(0) * item, t.stride(1) * item,

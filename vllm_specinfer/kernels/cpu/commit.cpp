@@ -58,7 +58,9 @@ inline void run(const std::vector<Cache>& caches, const std::vector<Move>& moves
 #pragma omp for schedule(static)
     for (size_t i = 0; i < caches.size(); ++i)
       for (int head = 0; head < caches[i].num_heads; ++head) {
-        if (caches[i].item_bytes == 2)
+        if (caches[i].item_bytes == 1)
+          move_head(caches[i], head, moves, reinterpret_cast<uint8_t*>(stash.data()));
+        else if (caches[i].item_bytes == 2)
           move_head(caches[i], head, moves, reinterpret_cast<uint16_t*>(stash.data()));
         else
           move_head(caches[i], head, moves, stash.data());

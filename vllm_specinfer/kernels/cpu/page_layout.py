@@ -14,7 +14,8 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_DIGIT = 128  # every dtype of the cache holds integers up to here exactly
+# Every dtype of the cache holds integers below these exactly.
+_DIGIT, _FP8_DIGIT = 128, 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def page_layout(
 
     Args:
         isa: vLLM's kernel name, `layer.isa`.
-        dtype: Of the cache.
+        dtype: Of the cache. One of eight bits is probed as e4m3.
         block_size: P.
         head_size: D.
 
@@ -54,16 +55,26 @@ def page_layout(
     half = block_size * head_size
     numbers = torch.arange(2 * half).view(2, block_size, 1, head_size)
     where = torch.zeros(2 * half, dtype=torch.int64)
+    is_fp8 = dtype.itemsize == 1
+    digit = _FP8_DIGIT if is_fp8 else _DIGIT
+    # vLLM takes and leaves fp8 as bytes, and rounds numbers of a model's dtype to it.
+    model_dtype, cache_dtype, kv_cache_dtype = (
+        (torch.bfloat16, torch.uint8, "fp8_e4m3") if is_fp8 else (dtype, dtype, "auto")
+    )
     scale = 1
     while scale < 2 * half:
-        digits = (numbers // scale % _DIGIT).to(dtype)
-        kv_cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=dtype)
+        digits = (numbers // scale % digit).to(model_dtype)
+        kv_cache = torch.zeros(1, 1, 2 * block_size, head_size, dtype=cache_dtype)
         key_cache, value_cache = kv_cache.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(
-            digits[0], digits[1], key_cache, value_cache, torch.arange(block_size), isa
+            *(digits[0], digits[1], key_cache, value_cache),
+            torch.arange(block_size),
+            isa,
+            kv_cache_dtype=kv_cache_dtype,
         )
-        where += kv_cache.flatten().long() * scale
-        scale *= _DIGIT
+        stored = kv_cache.view(torch.float8_e4m3fn) if is_fp8 else kv_cache
+        where += stored.float().flatten().long() * scale
+        scale *= digit
     index = torch.argsort(where)
     if not torch.equal(where[index], torch.arange(2 * half)):
         raise RuntimeError(

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Float8_e5m2.h>
 #include <c10/util/Half.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -31,6 +33,7 @@ constexpr double kSerialWork = 4e5; // multiply-adds below which threads do not 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t BVec __attribute__((vector_size(kLanes)));
 
 inline Vec splat(float x) { return Vec{} + x; }
 
@@ -48,15 +51,37 @@ inline Vec load(const c10::BFloat16* p) {
   return (Vec)(__builtin_convertvector(h, IVec) << 16);
 #endif
 }
-inline Vec load(const c10::Half* p) {
+inline Vec from_half(HVec h) {
 #ifdef __AVX512F__
-  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+  return (Vec)_mm512_cvtph_ps((__m256i)h);
 #else
   Vec v;
-  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
+  for (int i = 0; i < kLanes; ++i) v[i] = c10::Half(h[i], c10::Half::from_bits());
   return v;
 #endif
 }
+inline Vec load(const c10::Half* p) {
+  HVec h;
+  std::memcpy(&h, p, sizeof h);
+  return from_half(h);
+}
+// Eight bits are the upper ones of a half: e5m2 as they are, e4m3 with an exponent that
+// is 8 too small and a bit further down.
+inline HVec load_bytes(const void* p) {
+  BVec b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, HVec);
+}
+inline Vec load(const c10::Float8_e5m2* p) { return from_half(load_bytes(p) << 8); }
+inline Vec load(const c10::Float8_e4m3fn* p) {
+  const HVec b = load_bytes(p);
+  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7);
+}
+// What `load` makes of a number times this is the number.
+template <class T>
+constexpr float kUnit = 1;
+template <>
+constexpr float kUnit<c10::Float8_e4m3fn> = 256;
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline void store(c10::BFloat16* p, Vec v) {
   IVec bits = (IVec)v;  // round to nearest even; the result of a softmax is finite
@@ -151,10 +176,11 @@ void gemm(int rows, Args... args) {
   }
 }
 
-template <class T>
+// Queries and output of type T, a cache of type K: T's or one of eight bits.
+template <class T, class K>
 struct Step {
   const T* query;  // [T, H, D]
-  const T* cache;  // [B, Hkv, 2 * block_size * D]
+  const K* cache;  // [B, Hkv, 2 * block_size * D]
   T* out;          // [T, H, D]
   const int32_t *block_table, *query_start_loc, *seq_lens, *context_lens;
   const bool* is_tree;
@@ -163,7 +189,7 @@ struct Step {
   int64_t query_row, query_head, out_row, out_head;  // strides in elements
   int64_t cache_block, cache_head, table_row, bits_row;
   int num_reqs, num_kv_heads, group, head_size, block_size, num_words;
-  float scale, softcap;
+  float scale, softcap, value_scale;
 };
 
 // The running softmax of M rows over one KV split.
@@ -195,13 +221,13 @@ inline uint32_t visible(const int64_t* words, int num_words, int position,
   return (uint32_t)(bits << lead) | ((1u << lead) - 1);
 }
 
-template <class T>
-void attend(const Step<T>& s, const Item& item, State state, float* query) {
+template <class T, class K>
+void attend(const Step<T, K>& s, const Item& item, State state, float* query) {
   const int first_row = s.query_start_loc[item.req];
   const int D = s.head_size, context = s.context_lens[item.req];
   const int32_t* table = s.block_table + item.req * s.table_row;
   const float log2e = 1.442695041f;
-  const float scale = s.softcap ? s.scale / s.softcap : s.scale * log2e;
+  const float scale = (s.softcap ? s.scale / s.softcap : s.scale * log2e) * kUnit<K>;
   IVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
 
@@ -222,16 +248,16 @@ void attend(const Step<T>& s, const Item& item, State state, float* query) {
     const int offset = t % s.block_size;
     n = std::min({kTile, s.block_size - offset, item.end - t});
     const int width = (n + kLanes - 1) / kLanes * kLanes;
-    const T* page = s.cache + table[t / s.block_size] * s.cache_block +
+    const K* page = s.cache + table[t / s.block_size] * s.cache_block +
                     item.kv_head * s.cache_head;
-    const T* keys = page + offset;                         // [D, block_size]
-    const T* values = page + (s.block_size + offset) * D;  // [n, D]
+    const K* keys = page + offset;                         // [D, block_size]
+    const K* values = page + (s.block_size + offset) * D;  // [n, D]
     const bool masked = t + n > context || n < width;
 
     for (int g = 0; g < groups; ++g) {
       const int m0 = item.rows * g / groups;
       const int rows = item.rows * (g + 1) / groups - m0;
-      gemm<T>(rows, query + m0 * D, D, keys, (int64_t)s.block_size, scores, kTile, D,
+      gemm<K>(rows, query + m0 * D, D, keys, (int64_t)s.block_size, scores, kTile, D,
               width, nullptr);
       for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
@@ -268,15 +294,15 @@ void attend(const Step<T>& s, const Item& item, State state, float* query) {
         float& total = state.sum[m0 + r];
         total = total * alpha[r] + reduce_add(sum);
       }
-      gemm<T>(rows, scores, kTile, values, (int64_t)D, state.out + m0 * D, D, n, D,
+      gemm<K>(rows, scores, kTile, values, (int64_t)D, state.out + m0 * D, D, n, D,
               alpha);
     }
   }
 }
 
 // Join the KV splits of some rows and write them.
-template <class T>
-void finish(const Step<T>& s, const Item* items, int count, float* states) {
+template <class T, class K>
+void finish(const Step<T, K>& s, const Item* items, int count, float* states) {
   const int first_row = s.query_start_loc[items->req];
   const int rows = items->rows, D = s.head_size;
   std::vector<float> weight(count);
@@ -293,7 +319,7 @@ void finish(const Step<T>& s, const Item* items, int count, float* states) {
       weight[k] = std::exp2(part.max[i] - max);
       sum += weight[k] * part.sum[i];
     }
-    const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
+    const float inverse = sum > 0 ? s.value_scale * kUnit<K> / sum : 0.0f;
     T* out = s.out + (first_row + m / s.group) * s.out_row + head * s.out_head;
     for (int d = 0; d < D; d += kLanes) {
       Vec v{};
@@ -304,8 +330,8 @@ void finish(const Step<T>& s, const Item* items, int count, float* states) {
   }
 }
 
-template <class T>
-void run(const Step<T>& s) {
+template <class T, class K>
+void run(const Step<T, K>& s) {
   double work = 0;  // row-positions, and one more row for reading the KV
   for (int r = 0; r < s.num_reqs; ++r)
     if (s.is_tree[r])

@@ -23,12 +23,15 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     isa: str = "vec",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Attend the tree rows of a step; other rows of `out` stay as they are.
 
     Args:
         query: [T, H, D].
-        kv_cache: [B, Hkv, block_size, 2 * D], as vLLM hands it to layers.
+        kv_cache: [B, Hkv, block_size, 2 * D], as vLLM hands it to layers: of the
+            query's dtype, float8_e4m3fn or float8_e5m2.
         out: [T, H, D], written.
         block_table: [R, max_blocks] int32.
         query_start_loc: [R + 1] int32.
@@ -38,6 +41,8 @@ def tree_attention(
         softcap: Cap of the scores, 0 for none.
         sinks: [H] float32 sink logits.
         isa: `layer.isa`, which decides the cache's arrangement.
+        k_scale: What the cache's K are to be multiplied by.
+        v_scale: What its V are to be multiplied by.
     """
     layout = page_layout(isa, kv_cache.dtype, kv_cache.shape[2], query.shape[2])
     kernels = extension.load() if layout.is_plain else None
@@ -54,6 +59,8 @@ def tree_attention(
             softcap,
             sinks,
             isa,
+            k_scale,
+            v_scale,
         )
         return
     kernels.tree_attention(
@@ -69,6 +76,8 @@ def tree_attention(
         scale,
         softcap,
         sinks,
+        k_scale,
+        v_scale,
     )
 
 
@@ -84,6 +93,8 @@ def tree_attention_ref(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     isa: str = "vec",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """`tree_attention` in plain torch, float32 inside, for every cache layout."""
     block_size = kv_cache.shape[2]
@@ -96,7 +107,7 @@ def tree_attention_ref(
             pages[:, :, index].transpose(1, 2).flatten(0, 1)[:length]
             for index in (layout.key, layout.value)
         )
-        return key, value
+        return key.float() * k_scale, value.float() * v_scale
 
     attend_rows(
         query,
