@@ -1,13 +1,16 @@
 """P5, P12: specinfer against plain vLLM at every load, and with an SSM that is wrong.
 
-    python benchmarks/load.py [--ssms good wrong] [--contexts 0 2048] [--out FOLDER]
-        [--batches 1 2 4 8 16 32] [--temperatures 0 1] [options of `bench`]
+    python benchmarks/load.py [--ssms good wrong] [--contexts 0 2048] [--data mtbench]
+        [--batches 1 2 4 8 16 32] [--temperatures 0 1] [--out FOLDER]
+        [options of `bench`]
 
-`vllm-specinfer bench` on the MT-bench prompts, with so many tokens of chat before them
-(0: none) and all answers of one length.
+`vllm-specinfer bench` with all answers of one length, on prompts that begin with the
+same tokens, so many with the prompt (0: none), as behind a long system prompt. A batch
+of 32 needs more prompts than MT-bench has: `--data humaneval`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -41,17 +44,18 @@ def main() -> int:
         "--ssms", nargs="+", default=["good"], choices=("good", "wrong")
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[0])
+    parser.add_argument("--data", nargs="+", default=["mtbench"])
     parser.add_argument("--out", type=Path, default=Path("runs/load"))
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--pool", type=Path, default=POOL, help="with the SSM")
     args, rest = parser.parse_known_args()
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.target or str(assets.smollm2())
-    prompts = assets.prompt_ids("mtbench", model=target)
     files = []
-    for length in args.contexts:
-        name = f"mtbench after {length} tokens" if length else "mtbench"
+    for data, length in itertools.product(args.data, args.contexts):
+        name = Path(data).stem + (f" after {length} tokens" if length else "")
         files.append(str(args.out / f"{name}.jsonl"))
+        prompts = assets.prompt_ids(data, model=target)
         with open(files[-1], "w") as file:
             for ids in assets.with_context(prompts, length):
                 file.write(json.dumps({"prompt": ids}) + "\n")

@@ -56,11 +56,12 @@ def test_a_model_is_made_once_and_whole_or_not_at_all(tmp_path, monkeypatch):
     assert assets.made_once("model", fails) == folder
 
 
-def test_a_context_goes_before_the_prompt():
+def test_the_same_context_goes_before_every_prompt():
     prompts = [[1], [2, 2], [3, 3, 3]]
     assert assets.with_context(prompts, 0) == prompts
-    assert assets.with_context(prompts, 5) == [
-        [2, 2, 3, 3, 1],
-        [3, 3, 3, 2, 2],
-        [1, 2, 3, 3, 3],
+    assert assets.with_context(prompts, 2) == [[1, 1], [2, 2], [3, 3, 3]]
+    assert assets.with_context(prompts, 8) == [
+        [1, 2, 2, 3, 3, 3, 1, 1],
+        [1, 2, 2, 3, 3, 3, 2, 2],
+        [1, 2, 2, 3, 3, 3, 3, 3],
     ]

@@ -159,14 +159,9 @@ def prompt_ids(
 
 
 def with_context(prompts: list[list[int]], length: int) -> list[list[int]]:
-    """Each prompt behind so many tokens of the other ones, in another order each."""
-    if not length:
-        return prompts
-    long = []
-    for i, prompt in enumerate(prompts):
-        others = itertools.chain(*prompts[i + 1 :], *prompts[:i], *prompts)
-        long.append([*itertools.islice(others, length - len(prompt)), *prompt])
-    return long
+    """Each prompt behind the same tokens of them all, together so long or longer."""
+    before = list(itertools.islice(itertools.cycle(itertools.chain(*prompts)), length))
+    return [[*before[: max(0, length - len(ids))], *ids] for ids in prompts]
 
 
 def _package(module: str, distribution: str) -> Path:
