@@ -85,6 +85,37 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
     assert budget.drafts(1)
 
 
+def test_what_a_try_catches_up_with_is_lost_too():
+    budget = a_budget(10e-3, 0.4e-3, 1e-3)
+    for _ in range(400):
+        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
+    tried = []
+    for n in range(4000):
+        if budget.drafts(1):
+            catches_up = not tried or tried[-1] != n - 1
+            budget.observe_draft(1, 500 if catches_up else 9, 2, 50e-3)
+            tried.append(n)
+    first, second, third = tried[:3]
+    assert second == first + 1
+    # 10.4 ms is a step without nodes.
+    assert third - second == pytest.approx(first + 50 / 10.4 / LOST_IN_TRIES, rel=0.05)
+
+
+def test_prompts_that_an_ssm_reads_count_as_drafting():
+    def drafts(prompt_seconds):
+        budget = a_budget(10e-3, 0.4e-3, 1e-3)
+        budget.least_score(np.log([[0.5, *[0.01] * 7]]), drafted=True)
+        for n in range(600):
+            if n % 10 == 0:
+                budget.observe_draft(1, 2000, 0, prompt_seconds)
+            budget.observe_draft(1, 9, 2, 3e-3)
+        return budget.drafts(1)
+
+    # 0.45 tokens more for 3.4 ms more where a step takes 10.4 ms.
+    assert drafts(1e-3)
+    assert not drafts(60e-3)
+
+
 def test_a_cold_first_draft_and_unlikely_first_tokens_do_not_stop_drafting():
     budget, asked = LoadBudget(8), []
     for n in range(100):

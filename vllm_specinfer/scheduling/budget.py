@@ -25,14 +25,17 @@ CAUTION = 0.9
 # While drafting does not pay, it is tried again so often that this part of the time is
 # lost by it, after a pause of so many steps at least and at most.
 LOST_IN_TRIES = 0.004
-SHORTEST_PAUSE, LONGEST_PAUSE = 4, 512
+SHORTEST_PAUSE, LONGEST_PAUSE = 4, 4096
 # Two steps in a row: the first one catches up with what the SSMs have missed.
 TRIES = 2
 # While it pays, so often a step goes without, to know what that costs. So do the first
 # steps of all.
 PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
-# Growing a tree of N nodes hardly ever takes an SSM more rows than this times N.
+# Growing a tree of N nodes hardly ever takes an SSM more rows than this times N; more
+# are those of a prompt, which is caught up with. What that costs per draft is averaged
+# over so many.
 ROWS_PER_NODE = 4
+MEMORY_DRAFTS = 200
 
 
 class Budget:
@@ -93,8 +96,12 @@ class LoadBudget(Budget):
         self._tokens_per_second = 0.0
         self._steps_to_plain = 1
         self._plain_steps = 0
+        # Seconds per request of a draft that go into prompts.
+        self._prompts = 0.0
         # Since drafting paid or was tried, and tries that are left.
         self._idle_steps, self._tries = 0, 0
+        # The next draft catches up with a pause; the last one to do so took so long.
+        self._resumes, self._resumed_seconds = False, 0.0
         self._drafting = True
 
     def grows(self, num_reqs: int) -> bool:
@@ -124,16 +131,18 @@ class LoadBudget(Budget):
         rows = num_reqs * np.arange(2, self._num_nodes + 2)
         seconds = self._step.seconds(rows, 1.0) + self._draft_seconds(num_reqs)
         rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
-        lost = 1 - rate * self._step.seconds(num_reqs)
+        plain = self._step.seconds(num_reqs)
+        lost = 1 - rate * plain
         if lost <= 0:
             self._idle_steps, self._tries = 0, 0
             return True
         if not self._tries:
             self._idle_steps += 1
-            pause = TRIES * lost / LOST_IN_TRIES
-            if self._idle_steps <= np.clip(pause, SHORTEST_PAUSE, LONGEST_PAUSE):
+            lost_steps = TRIES * lost + self._resumed_seconds / plain
+            pause = np.clip(lost_steps / LOST_IN_TRIES, SHORTEST_PAUSE, LONGEST_PAUSE)
+            if self._idle_steps <= pause:
                 return False
-            self._idle_steps, self._tries = 0, TRIES
+            self._idle_steps, self._tries, self._resumes = 0, TRIES, True
         self._tries -= 1
         return True
 
@@ -142,7 +151,8 @@ class LoadBudget(Budget):
         if self._draft_size.value is None:
             return 0.0
         rows, levels = self._draft_size.value
-        return float(self._draft.seconds(num_reqs * rows, levels))
+        usual = self._draft.seconds(num_reqs * rows, levels)
+        return float(usual + num_reqs * self._prompts)
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
         """Nodes whose best child brings more than its rows; none if not their pass."""
@@ -190,8 +200,14 @@ class LoadBudget(Budget):
         self, num_reqs: int, rows: int, levels: int, seconds: float
     ) -> None:
         """The SSMs took so long for R requests and so many rows and levels."""
-        if rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1):
-            return  # a prompt or a long pause was caught up with
+        if self._resumes:
+            self._resumes, self._resumed_seconds = False, seconds
+            return
+        prompts = rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
+        caught_up = seconds / num_reqs if prompts else 0.0
+        self._prompts += (caught_up - self._prompts) / MEMORY_DRAFTS
+        if prompts:
+            return
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
 
