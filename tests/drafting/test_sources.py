@@ -8,6 +8,7 @@ import pytest
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -28,6 +29,9 @@ class Chain:
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
         self.predictor = None
+
+    def num_unread(self, step):
+        return len(self.tokens)
 
     def skip(self, step):
         pass
@@ -52,6 +56,22 @@ def propose(lookups, ssms, num_nodes, tree=SHAPE):
     drafts = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(STEP)
     (tree,) = drafts.trees.each()
     return tree, drafts.draws[0]
+
+
+def test_the_budget_hears_what_the_ssms_have_not_read():
+    budget, told = Budget(), []
+    budget.drafts = lambda num_reqs, unread: told.append((num_reqs, unread))
+    ssms = [Chain([1, 2], 0.9), Chain([1, 2, 3], 0.9)]
+    SourceSet([Chain([5], 0.1)], ssms, SHAPE, 3, budget).propose(STEP)
+    assert told == [(1, 5)]
+
+
+@pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 0 + 2), (1, 6 + 0 + 1)])
+def test_what_an_ssm_has_not_read(lookahead, unread):
+    ssm = NeuralSSM.__new__(NeuralSSM)
+    ssm.lookahead, ssm._num_caught_up = lookahead, np.array([3, 9, 5, 8])
+    step = SimpleNamespace(slots=np.array([0, 3, 2]), num_tokens=np.array([10, 8, 7]))
+    assert ssm.num_unread(step) == unread
 
 
 def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
@@ -189,7 +209,7 @@ class Stingy(Budget):
 
     def __init__(self, grows=True, drafts=True, least=-np.inf):
         self.grows = lambda num_reqs: grows
-        self.drafts = lambda num_reqs: drafts
+        self.drafts = lambda num_reqs, unread: drafts
         self.least_score = lambda scores, drafted: least
 
 

@@ -54,6 +54,10 @@ class NeuralSource:
         """Rows of forward passes so far, and passes over levels of trees."""
         return self.ssm.num_rows, self.ssm.num_levels
 
+    def num_unread(self, step: DraftStep) -> int:
+        """Known tokens of the batch that the SSM has not read yet."""
+        return self.ssm.num_unread(step)
+
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
         self.ssm.start(slot, request)

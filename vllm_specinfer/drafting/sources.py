@@ -125,7 +125,7 @@ class SourceSet:
             if proposals:
                 known, _ = merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
-            asks = self._asks_ssms(least)
+            asks = self._asks_ssms(step, least)
             if asks:
                 proposals += self._ask_ssms(step, least)
         if not asks:
@@ -212,11 +212,12 @@ class SourceSet:
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]
 
-    def _asks_ssms(self, least: np.ndarray) -> bool:
+    def _asks_ssms(self, step: DraftStep, least: np.ndarray) -> bool:
         """Whether the SSMs take part in this step."""
         if not self.ssms or (len(least) and (least > np.log(SURE)).all()):
             return False
-        return self._budget.drafts(len(least))
+        unread = sum(source.num_unread(step) for source in self.ssms)
+        return self._budget.drafts(len(least), unread)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
         before, started = self._ssm_work(), time.perf_counter()

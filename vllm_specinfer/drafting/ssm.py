@@ -134,6 +134,11 @@ class NeuralSSM:
         hidden = self._run(input_ids, positions, None, None, states)
         self._head.likeliest(hidden[:1], 1)
 
+    def num_unread(self, step: DraftStep) -> int:
+        """Known tokens of the batch that no pass has read yet."""
+        num_rows = step.num_tokens - self.lookahead
+        return int(np.maximum(num_rows - self._num_caught_up[step.slots], 0).sum())
+
     def skip(self, step: DraftStep) -> None:
         """The SSM is not asked in this step."""
 

@@ -48,8 +48,13 @@ class Budget:
         """Whether this step's R trees may have nodes; asked once per step."""
         return True
 
-    def drafts(self, num_reqs: int) -> bool:
-        """Whether asking the SSMs for R requests pays; none while in prompts."""
+    def drafts(self, num_reqs: int, unread: int = 0) -> bool:
+        """Whether asking the SSMs for R requests pays.
+
+        Args:
+            num_reqs: R, none while in prompts.
+            unread: Tokens that the SSMs have not read yet, of all requests and SSMs.
+        """
         return True
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
@@ -100,8 +105,10 @@ class LoadBudget(Budget):
         self._prompts = 0.0
         # Since drafting paid or was tried, and tries that are left.
         self._idle_steps, self._tries = 0, 0
-        # The next draft catches up with a pause; the last one to do so took so long.
-        self._resumes, self._resumed_seconds = False, 0.0
+        # The next draft catches up with a pause.
+        self._resumes = False
+        # What a row of a long catch-up takes; None before the first one.
+        self._row_seconds: float | None = None
         self._drafting = True
 
     def grows(self, num_reqs: int) -> bool:
@@ -116,13 +123,13 @@ class LoadBudget(Budget):
         self._steps_to_plain = 2 if first else PLAIN_STEPS
         return False
 
-    def drafts(self, num_reqs: int) -> bool:
+    def drafts(self, num_reqs: int, unread: int = 0) -> bool:
         """Whether trees of the usual chances bring more than they cost."""
         if num_reqs:
-            self._drafting = self._drafting_pays(num_reqs)
+            self._drafting = self._drafting_pays(num_reqs, unread)
         return self._drafting
 
-    def _drafting_pays(self, num_reqs: int) -> bool:
+    def _drafting_pays(self, num_reqs: int, unread: int) -> bool:
         chances = self._profile.value
         if chances is None or not self._step.known:
             return True
@@ -138,13 +145,18 @@ class LoadBudget(Budget):
             return True
         if not self._tries:
             self._idle_steps += 1
-            lost_steps = TRIES * lost + self._resumed_seconds / plain
+            lost_steps = TRIES * lost + self._reading_seconds(unread) / plain
             pause = np.clip(lost_steps / LOST_IN_TRIES, SHORTEST_PAUSE, LONGEST_PAUSE)
             if self._idle_steps <= pause:
                 return False
             self._idle_steps, self._tries, self._resumes = 0, TRIES, True
         self._tries -= 1
         return True
+
+    def _reading_seconds(self, rows: int) -> float:
+        """What catching up with so many tokens costs."""
+        row_seconds = self._row_seconds
+        return rows * (self._draft.marginal(1) if row_seconds is None else row_seconds)
 
     def _draft_seconds(self, num_reqs: int) -> float:
         """What drafts of the usual size cost for R requests."""
@@ -200,13 +212,14 @@ class LoadBudget(Budget):
         self, num_reqs: int, rows: int, levels: int, seconds: float
     ) -> None:
         """The SSMs took so long for R requests and so many rows and levels."""
-        if self._resumes:
-            self._resumes, self._resumed_seconds = False, seconds
+        reads = rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
+        if reads:
+            self._row_seconds = seconds / rows
+        resumes, self._resumes = self._resumes, False
+        if resumes:
             return
-        prompts = rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
-        caught_up = seconds / num_reqs if prompts else 0.0
-        self._prompts += (caught_up - self._prompts) / MEMORY_DRAFTS
-        if prompts:
+        self._prompts += (reads * seconds / num_reqs - self._prompts) / MEMORY_DRAFTS
+        if reads:
             return
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
