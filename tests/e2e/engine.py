@@ -173,7 +173,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         return mock.patch.multiple(
             SourceSet,
             start=count,
-            _asks_ssms=lambda self, least: len(started) > 1 and asks(self, least),
+            _asks_ssms=lambda self, *args: len(started) > 1 and asks(self, *args),
         )
 
     def no_stock_attention():
