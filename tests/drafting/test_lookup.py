@@ -58,9 +58,9 @@ def paths_of(nodes):
     return {paths[i]: chances[i] for i in range(len(nodes))}
 
 
-@given(texts, st.integers(1, 5))
-def test_suffixes_continue_the_longest_match_of_the_own_text(text, depth):
-    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=depth)
+@given(texts, st.integers(1, 9))
+def test_suffixes_continue_the_longest_match_of_the_own_text(text, num_nodes):
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=num_nodes)
     lookup.start(0)
     for end in range(1, len(text)):  # as tokens come
         lookup.find(0, tokens_of(text[:end]))
@@ -73,20 +73,22 @@ def test_suffixes_continue_the_longest_match_of_the_own_text(text, depth):
     endless = []
     for place in places[-16:]:
         path = text[place:]
-        endless.append((path * depth)[:depth])
+        endless.append((path * num_nodes)[:num_nodes])
     for path in endless:
-        for d in range(1, depth + 1):
-            wanted[tuple(path[:d])] = wanted.get(tuple(path[:d]), 0) + 1
-    assert found.keys() == wanted.keys()
-    for path, count in wanted.items():
-        chance = count / len(endless)
-        for d in range(len(path)):
+        chance = 1 / len(endless)
+        for d in range(num_nodes):
             chance *= chance_after(length + d)
-        assert found[path] == pytest.approx(chance)
+            start = tuple(path[: d + 1])
+            wanted[start] = wanted.get(start, 0) + chance
+    # The likeliest nodes of all.
+    assert len(found) == min(num_nodes, len(wanted))
+    assert found == pytest.approx({path: wanted[path] for path in found})
+    best = sorted(wanted.values(), reverse=True)[:num_nodes]
+    assert sorted(found.values(), reverse=True) == pytest.approx(best)
 
 
 def test_a_loop_is_continued_beyond_its_last_round():
-    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=7)
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=7)
     lookup.start(0)
     (path,) = [
         p for p in paths_of(lookup.find(0, tokens_of([1, 2, 3] * 4))) if len(p) == 7
@@ -95,7 +97,7 @@ def test_a_loop_is_continued_beyond_its_last_round():
 
 
 def test_past_texts_are_found_until_they_are_dropped():
-    lookup = Suffixes(SuffixSource(max_tokens=80), max_num_reqs=9, max_depth=3)
+    lookup = Suffixes(SuffixSource(max_tokens=80), max_num_reqs=9, num_nodes=3)
     lookup.start(0)
     lookup.find(0, tokens_of([5, 6, 7, 8, 9]))
     lookup.start(0)  # the next request takes the slot
@@ -117,7 +119,7 @@ def test_past_texts_are_found_until_they_are_dropped():
 
 
 def test_texts_do_not_run_into_each_other():
-    lookup = Suffixes(SuffixSource(), max_num_reqs=1, max_depth=4)
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=4)
     for text in ([5, 6, 7, 8], [9, 1, 2, 3]):
         lookup.start(0)
         lookup.find(0, tokens_of(text))

@@ -87,8 +87,9 @@ class DraftHead:
             logits = self._model.compute_logits(hidden).float()
         else:
             logits = nn.functional.linear(hidden.bfloat16(), self._rows).float()
-        values, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
-        values = values - logits.logsumexp(dim=-1, keepdim=True)
+        # One kernel; `logsumexp` is many, each of which wakes all threads.
+        logprobs = logits.log_softmax(dim=-1)
+        values, tokens = logprobs.topk(min(count, logits.shape[1]), dim=-1)
         return values, tokens if self._tokens is None else self._tokens[tokens]
 
 

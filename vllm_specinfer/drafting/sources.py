@@ -38,12 +38,12 @@ SURE = 0.4
 
 
 def lookup_source(
-    source: NgramSource | SuffixSource, max_num_reqs: int, max_depth: int
+    source: NgramSource | SuffixSource, max_num_reqs: int, num_nodes: int
 ) -> LookupSource:
     """The source of a configuration entry."""
     if isinstance(source, NgramSource):
-        return LookupSource(Ngrams(source, max_depth))
-    return LookupSource(Suffixes(source, max_num_reqs, max_depth))
+        return LookupSource(Ngrams(source, num_nodes))
+    return LookupSource(Suffixes(source, max_num_reqs, num_nodes))
 
 
 class Drafts(NamedTuple):

@@ -4,6 +4,7 @@ An index chains the places where the same few tokens ended, newest first; extend
 match backwards from there finds what a suffix tree of bounded depth would.
 """
 
+import heapq
 from array import array
 from collections.abc import Sequence
 
@@ -75,15 +76,15 @@ class TextIndex:
 class Suffixes:
     """The index of each running request, and of the last finished ones."""
 
-    def __init__(self, source: SuffixSource, max_num_reqs: int, max_depth: int) -> None:
+    def __init__(self, source: SuffixSource, max_num_reqs: int, num_nodes: int) -> None:
         """Start without any text.
 
         Args:
             source: How many tokens of past texts are kept.
             max_num_reqs: Request slots.
-            max_depth: Most tokens of one path.
+            num_nodes: Most nodes of a tree.
         """
-        self._max_depth = max_depth
+        self._num_nodes = num_nodes
         self._generation_size = max(1, source.max_tokens // 2)
         self._max_num_reqs = max_num_reqs
         self.forget()
@@ -110,40 +111,47 @@ class Suffixes:
         length, places = own.longest_match(context)
         if length:
             paths = [self._repeated(own.tokens, place) for place in places]
-            return _tree(paths, length, 1.0)
+            return _tree(paths, length, 1.0, self._num_nodes)
         for past in self._past:
             length, places = past.longest_match(context)
             if length:
-                paths = [past.tokens[p : p + self._max_depth] for p in places]
-                return _tree(paths, length, PAST_TRUST)
+                paths = [past.tokens[p : p + self._num_nodes] for p in places]
+                return _tree(paths, length, PAST_TRUST, self._num_nodes)
         return []
 
     def _repeated(self, tokens: array, place: int) -> list[int]:
         """What follows a place; at the end of the text it goes on from there."""
-        path = tokens[place : place + self._max_depth].tolist()
+        path = tokens[place : place + self._num_nodes].tolist()
         period = len(path)
-        return (path * -(-self._max_depth // period))[: self._max_depth]
+        return (path * -(-self._num_nodes // period))[: self._num_nodes]
 
 
 def _tree(
-    paths: list[Sequence[int]], length: int, trust: float
+    paths: list[Sequence[int]], length: int, trust: float, num_nodes: int
 ) -> Sequence[LookupNode]:
-    """The trie of paths, newest first; a node's share is the paths through it."""
+    """The likeliest nodes of the trie of paths, newest first.
+
+    A node's chance is the share of its parent's paths that go through it, times how
+    often a match of so many tokens goes on.
+    """
     nodes: list[LookupNode] = []
-    # The paths that go through a node, from the root down, level by level.
-    level = [(ROOT, paths)]
-    depth = 0
-    while level:
-        below = []
-        for parent, through in level:
-            children: dict[int, list[Sequence[int]]] = {}
-            for path in through:
-                if depth < len(path) and path[depth] != _TEXT_END:
-                    children.setdefault(path[depth], []).append(path)
-            for token, own in children.items():
-                share = len(own) / len(through) * chance_after(length + depth)
-                below.append((len(nodes), own))
-                nodes.append((parent, token, share if depth else trust * share))
-        level = below
-        depth += 1
-    return nodes
+    # Nodes that could come next: -chance from the root, age, depth, the paths through
+    # it, and what it would be. Ages differ, so nothing after them is compared.
+    heap: list[tuple[float, int, int, list[Sequence[int]], LookupNode]] = []
+    age, reached, depth, parent, through = 0, 1.0, 0, ROOT, paths
+    while True:
+        children: dict[int, list[Sequence[int]]] = {}
+        for path in through:
+            if depth < len(path) and path[depth] != _TEXT_END:
+                children.setdefault(path[depth], []).append(path)
+        goes_on = chance_after(length + depth) * (1.0 if depth else trust)
+        for token, own in children.items():
+            chance = len(own) / len(through) * goes_on
+            node = parent, token, chance
+            heapq.heappush(heap, (-reached * chance, age, depth + 1, own, node))
+            age += 1
+        if not heap or len(nodes) == num_nodes:
+            return nodes
+        reached, _, depth, through, node = heapq.heappop(heap)
+        reached, parent = -reached, len(nodes)
+        nodes.append(node)
