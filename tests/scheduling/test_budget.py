@@ -5,6 +5,7 @@ import pytest
 
 from vllm_specinfer.scheduling.budget import (
     LOST_IN_TRIES,
+    PAYBACK_STEPS,
     PLAIN_STEPS,
     SHORTEST_PAUSE,
     TRIES,
@@ -99,6 +100,17 @@ def test_what_a_try_catches_up_with_is_lost_too():
     # 10.4 ms is a step without nodes; a text grows while nothing is drafted.
     assert pause(500) == pytest.approx(usual + 50 / 10.4 / LOST_IN_TRIES, rel=0.05)
     assert pause(2) < 1.2 * usual
+
+
+@pytest.mark.parametrize(("chance", "won"), [(0.4, 0.5e-3), (0.6, 1.94e-3)])
+def test_drafting_begins_anew_where_it_pays_for_what_is_to_be_read(chance, won):
+    budget = a_budget(10e-3, 0.4e-3, 1e-3)
+    budget.least_score(np.log([[chance, *[0.01] * 7]]), drafted=True)
+    budget.observe_draft(1, 1000, 0, 20e-3)  # 0.02 ms a token
+    # 13.5 ms for 1.36 or 1.54 tokens, 10.4 ms for one without.
+    bound = PAYBACK_STEPS * won / 0.02e-3
+    assert budget.drafts(1, 10) and budget.drafts(1, int(0.8 * bound))
+    assert not budget.drafts(1, int(1.2 * bound))
 
 
 def test_prompts_that_an_ssm_reads_count_as_drafting():

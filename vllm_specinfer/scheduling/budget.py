@@ -28,6 +28,8 @@ LOST_IN_TRIES = 0.004
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 4096
 # Two steps in a row: the first one catches up with what the SSMs have missed.
 TRIES = 2
+# Drafting that pays begins anew only where so many steps bring more than that costs.
+PAYBACK_STEPS = 128
 # While it pays, so often a step goes without, to know what that costs. So do the first
 # steps of all.
 PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
@@ -140,12 +142,13 @@ class LoadBudget(Budget):
         rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
         plain = self._step.seconds(num_reqs)
         lost = 1 - rate * plain
-        if lost <= 0:
+        reading_steps = self._reading_seconds(unread) / plain
+        if lost + reading_steps / PAYBACK_STEPS <= 0:
             self._idle_steps, self._tries = 0, 0
             return True
         if not self._tries:
             self._idle_steps += 1
-            lost_steps = TRIES * lost + self._reading_seconds(unread) / plain
+            lost_steps = TRIES * max(lost, 0) + reading_steps
             pause = np.clip(lost_steps / LOST_IN_TRIES, SHORTEST_PAUSE, LONGEST_PAUSE)
             if self._idle_steps <= pause:
                 return False
