@@ -290,7 +290,7 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
             "data_parallel_size must be 1 for a mixture of experts",
         ),
         ({"enable_dbo": True}, "enable_dbo and ubatch_size must be left out"),
-        ({"kv_cache_dtype": "nvfp4"}, "must be one of auto, float16, bfloat16, fp8"),
+        ({"kv_cache_dtype": "nvfp4"}, "must be one of auto, float16, bfloat16"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size must be left out"),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling must"),
         ({"watermark_config": {}}, "watermark_config must be left out"),

@@ -34,6 +34,15 @@ current_platform.import_kernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CACHES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not torch.cpu._is_avx512_supported(), reason="vLLM's kernels want AVX-512"
+        ),
+    )
+    for name in FP8
+]
 # Of K and V, powers of two: what the tests expect divides by them exactly.
 SCALES = 0.5, 4.0
 
@@ -243,7 +252,7 @@ def test_a_row_equals_attention_over_its_path(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("cache_dtype", CACHES)
 @pytest.mark.parametrize(
     ("head_size", "num_kv_heads", "group", "block_size"),
     [(32, 1, 1, 32), (64, 3, 3, 128), (96, 2, 4, 64), (256, 1, 8, 32)],
@@ -264,7 +273,7 @@ def test_an_fp8_cache_is_read_as_vllm_writes_it(
     )
 
 
-@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize("cache_dtype", CACHES)
 def test_every_finite_fp8_number_is_read(cache_dtype):
     """As V of one position, which is then the output."""
     batch = Batch([Request(0, [-1])], head_size=256, cache_dtype=cache_dtype)
@@ -474,7 +483,7 @@ def forward(batch: Batch, impl, metadata) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", ["auto", *FP8])
+@pytest.mark.parametrize("cache_dtype", ["auto", *CACHES])
 def test_a_chain_equals_the_stock_kernel(dtype, cache_dtype, monkeypatch):
     requests = [Request(150, chain(9)), Request(33, chain(20))]
     batch = Batch(requests, dtype, unwritten=0, cache_dtype=cache_dtype)

@@ -17,7 +17,9 @@ current_platform.import_kernels()
 
 NUM_BLOCKS = 5
 FP8 = torch.uint8  # as vLLM keeps it
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, FP8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+if torch.cpu._is_avx512_supported():  # vLLM's kernels want it
+    DTYPES.append(FP8)
 
 
 @dataclass

@@ -6,6 +6,7 @@ less. So a text may part from plain decoding's where the two best logits are tha
 """
 
 import pytest
+import torch
 
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
@@ -79,6 +80,8 @@ def cache_jobs(folder):
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory):
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's kernels for fp8 want AVX-512")
     runs = cache_jobs(tmp_path_factory.mktemp("fp8"))
     return dict(zip(runs, engine.run(list(runs.values())), strict=True))
 
