@@ -49,6 +49,10 @@ class RecordedSSM:
     def start(self, slot: int, request: Any) -> None:
         """Nothing is kept."""
 
+    def num_unread(self, step: DraftStep) -> int:
+        """A recorded SSM has read everything."""
+        return 0
+
     def skip(self, step: DraftStep) -> None:
         """Nothing is kept."""
 
