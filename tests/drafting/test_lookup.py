@@ -125,3 +125,11 @@ def test_texts_do_not_run_into_each_other():
         lookup.find(0, tokens_of(text))
     lookup.start(0)
     assert list(paths_of(lookup.find(0, tokens_of([5, 6, 7])))) == [(8,)]
+
+
+def test_the_likeliest_nodes_may_be_deep_ones():
+    lookup = Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=3)
+    lookup.start(0)
+    often = [token for n in (10, 11, 12) for token in (n, 1, 2, 5, 6, 7)]
+    found = lookup.find(0, tokens_of([*often, 13, 1, 2, 9, 8, 14, 1, 2]))
+    assert list(paths_of(found)) == [(5,), (5, 6), (5, 6, 7)]
