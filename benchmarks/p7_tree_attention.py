@@ -31,7 +31,7 @@ GOAL = 1.15
 
 
 def columns(
-    context: int, rows: int, batch: int, dtype: torch.dtype
+    context: int, rows: int, batch: int, dtype: torch.dtype, shared: int = 0
 ) -> dict[str, Callable[[], object]]:
     """One call per column on the same data."""
     seq_len = context + rows
@@ -40,6 +40,8 @@ def columns(
     pages = Pages(num_blocks, dtype)
     pages.write()
     block_table = torch.randperm(num_blocks).view(batch, width).int()
+    same = shared // BLOCK_SIZE
+    block_table[:, :same] = block_table[0, :same].clone()
     query = torch.randn(batch * rows, NUM_HEADS, HEAD_SIZE).to(dtype)
     out = torch.empty_like(query)
     query_start_loc = torch.arange(batch + 1).int() * rows
@@ -102,6 +104,9 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--shared", type=int, default=0, help="positions that all requests begin with"
+    )
     parser.add_argument("--seconds", type=float, default=0.3, help="per table row")
     parser.add_argument("--percentile", type=float, default=50)
     args = parser.parse_args()
@@ -116,7 +121,7 @@ def main() -> None:
     for dtype, batch, context, rows in itertools.product(
         args.dtype or ["bfloat16", "float32"], args.batches, args.contexts, args.rows
     ):
-        calls = columns(context, rows, batch, getattr(torch, dtype))
+        calls = columns(context, rows, batch, getattr(torch, dtype), args.shared)
         micros = measure(calls, args.seconds, args.percentile)
         to_vllm, to_sdpa = (micros["tree"] / micros[name] for name in names[1:3])
         met.append((to_vllm <= GOAL, to_sdpa < 1))

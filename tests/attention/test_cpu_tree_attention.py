@@ -93,7 +93,9 @@ class Batch:
         seed: int = 0,
         unwritten: float = torch.nan,
         cache_dtype: str = "auto",
+        shared: dict[int, tuple[int, int]] | None = None,
     ):
+        """Request i may begin with so many blocks of an earlier one (`shared[i]`)."""
         torch.manual_seed(seed)
         self.requests, self.block_size = requests, block_size
         self.isa = cpu_attn._get_attn_isa(dtype, block_size, head_size, cache_dtype)
@@ -108,9 +110,16 @@ class Batch:
         blocks = torch.randperm(num_blocks)[: len(requests) * width]
         self.block_table = blocks.view(len(requests), width).int()
         self.keys, self.values = [], []
+        written = []
         for i, request in enumerate(requests):
             shape = (request.seq_len, num_kv_heads, head_size)
             key, value = torch.randn(2, *shape).to(dtype)
+            if i in (shared or {}):
+                other, count = shared[i]
+                self.block_table[i, :count] = self.block_table[other, :count]
+                for mine, theirs in zip((key, value), written[other], strict=True):
+                    mine[: count * block_size] = theirs[: count * block_size]
+            written.append((key, value))
             self.write(i, key, value)
             self.keys.append(self.stored(key, self.k_scale))
             self.values.append(self.stored(value, self.v_scale))
@@ -306,6 +315,43 @@ def test_one_short_tree_after_a_long_context_is_split_over_threads(num_kv_heads)
     sinks = torch.linspace(-2, 9, batch.query.shape[1])
     assert_close(batch.run(), batch.expected())
     assert_close(batch.run(sinks=sinks), batch.expected(sinks=sinks))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_requests_that_begin_with_the_same_blocks(dtype, softcap):
+    requests = [
+        Request(900, random_parents(7, 0)),
+        Request(1100, chain(1)),
+        Request(640, random_parents(9, 1)),
+        Request(700, chain(5), is_tree=False),
+        Request(901, random_parents(20, 2)),
+        Request(650, chain(1)),
+        Request(700, random_parents(30, 3)),
+        # What it shares with the first one ends within its tree.
+        Request(600, random_parents(12, 4)),
+        Request(900, chain(2)),
+        Request(40, chain(1)),
+    ]
+    shared = {2: (0, 20), 3: (0, 18), 4: (0, 28), 5: (1, 20), 6: (0, 9), 8: (4, 28)}
+    shared |= {7: (0, 19), 9: (1, 1)}
+    batch = Batch(requests, dtype, shared=shared)
+    sinks = torch.randn(4)
+    out = batch.run(softcap=softcap, sinks=sinks)
+    expected = batch.expected(softcap, sinks)
+    of_tree = [r.is_tree for r in requests for _ in r.rows]
+    assert_close(out[of_tree], expected[of_tree])
+    assert out[[not tree for tree in of_tree]].isnan().all()
+
+
+@pytest.mark.parametrize("num_reqs", [2, 16, 40])
+@pytest.mark.parametrize("num_rows", [1, 3, 50])
+def test_shared_blocks_are_split_over_threads(num_reqs, num_rows):
+    requests = [
+        Request(600 + 7 * i, random_parents(num_rows, i)) for i in range(num_reqs)
+    ]
+    batch = Batch(requests, shared=dict.fromkeys(range(1, num_reqs), (0, 16)))
+    assert_close(batch.run(), batch.expected())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -52,18 +52,20 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
               " of ", kv_cache.size(1), "; got ", query.size(1));
   TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
               "sinks must be contiguous float32");
+  const tree::Batch batch{
+      block_table.const_data_ptr<int32_t>(), query_start_loc.const_data_ptr<int32_t>(),
+      seq_lens.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
+      is_tree.const_data_ptr<bool>(), block_table.stride(0), (int)R,
+      (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)), (int)D,
+      (int)kv_cache.size(2)};
   auto run = [&]<class T, class K>(T* output, const K* cache) {
     tree::Step<T, K> step{
-        query.const_data_ptr<T>(), cache, output, block_table.const_data_ptr<int32_t>(),
-        query_start_loc.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(),
-        context_lens.const_data_ptr<int32_t>(), is_tree.const_data_ptr<bool>(),
+        batch, query.const_data_ptr<T>(), cache, output,
         ancestor_bits.const_data_ptr<int64_t>(),
         sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
         query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
-        kv_cache.stride(1), block_table.stride(0), ancestor_bits.stride(0), (int)R,
-        (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)), (int)D,
-        (int)kv_cache.size(2), (int)ancestor_bits.size(1), (float)(scale * k_scale),
-        (float)softcap, (float)v_scale};
+        kv_cache.stride(1), ancestor_bits.stride(0), (int)ancestor_bits.size(1),
+        (float)(scale * k_scale), (float)softcap, (float)v_scale};
     pybind11::gil_scoped_release no_gil;
     tree::run(step);
   };

@@ -3,8 +3,6 @@
 // Legend: R requests, T query rows of the step, N rows of one request, H query heads,
 // G query heads per KV head, M = N * G rows that share one KV head, D head size.
 // A (block, KV head) page holds K as [D, block_size], then V as [block_size, D].
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -19,6 +17,11 @@
 #include <c10/util/Half.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+
+#include "attention_plan.cpp"
+
+#ifdef __AVX512F__
 constexpr int kLanes = 16, kMaxRows = 8;  // 8 x 2 accumulators fill 32 registers
 #else
 constexpr int kLanes = 8, kMaxRows = 4;
@@ -27,8 +30,6 @@ constexpr int kLanes = 8, kMaxRows = 4;
 namespace tree {
 
 constexpr int kTile = 128;           // KV positions per softmax update
-constexpr int kSplitUnit = 32;      // a KV split is a multiple of this
-constexpr double kSerialWork = 4e5; // multiply-adds below which threads do not pay
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
@@ -178,34 +179,16 @@ void gemm(int rows, Args... args) {
 
 // Queries and output of type T, a cache of type K: T's or one of eight bits.
 template <class T, class K>
-struct Step {
+struct Step : Batch {
   const T* query;  // [T, H, D]
   const K* cache;  // [B, Hkv, 2 * block_size * D]
   T* out;          // [T, H, D]
-  const int32_t *block_table, *query_start_loc, *seq_lens, *context_lens;
-  const bool* is_tree;
   const int64_t* ancestor_bits;  // [T, W]
   const float* sinks;            // [H] or null
   int64_t query_row, query_head, out_row, out_head;  // strides in elements
-  int64_t cache_block, cache_head, table_row, bits_row;
-  int num_reqs, num_kv_heads, group, head_size, block_size, num_words;
+  int64_t cache_block, cache_head, bits_row;
+  int num_words;
   float scale, softcap, value_scale;
-};
-
-// The running softmax of M rows over one KV split.
-struct State {
-  float *out, *max, *sum;  // [M, D], [M], [M]
-  State(float* p, int rows, int head_size)
-      : out(p), max(p + rows * head_size), sum(max + rows) {}
-  static int64_t size(int64_t rows, int head_size) { return rows * (head_size + 2); }
-};
-
-struct Item {
-  int req, kv_head;
-  int begin_row, rows;  // of the M rows
-  int begin, end;       // KV positions
-  int first, count;     // the KV splits of these rows
-  int64_t state;        // offset of its State
 };
 
 // Bit i is set if the row sees position `position + i`; none do beyond the sequence.
@@ -222,21 +205,25 @@ inline uint32_t visible(const int64_t* words, int num_words, int position,
 }
 
 template <class T, class K>
-void attend(const Step<T, K>& s, const Item& item, State state, float* query) {
-  const int first_row = s.query_start_loc[item.req];
-  const int D = s.head_size, context = s.context_lens[item.req];
-  const int32_t* table = s.block_table + item.req * s.table_row;
+void attend(const Step<T, K>& s, const Item& item, const Unit* units, State state,
+            float* query) {
+  const Unit& leader = *units;
+  const int first_row = s.query_start_loc[leader.req];
+  const int D = s.head_size, context = s.context_lens[leader.req];
+  const int32_t* table = s.block_table + leader.req * s.table_row;
   const float log2e = 1.442695041f;
   const float scale = (s.softcap ? s.scale / s.softcap : s.scale * log2e) * kUnit<K>;
   IVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
 
-  for (int i = 0; i < item.rows; ++i) {
-    const int m = item.begin_row + i;
-    const T* q = s.query + (first_row + m / s.group) * s.query_row +
-                 (item.kv_head * s.group + m % s.group) * s.query_head;
-    for (int d = 0; d < D; d += kLanes) store(query + i * D + d, load(q + d) * scale);
-  }
+  float* to = query;
+  for (const Unit* u = units; u < units + item.count; ++u)
+    for (int m = u->begin_row; m < u->begin_row + u->rows; ++m, to += D) {
+      const T* q = s.query +
+                   (s.query_start_loc[u->req] + m / s.group) * s.query_row +
+                   (u->kv_head * s.group + m % s.group) * s.query_head;
+      for (int d = 0; d < D; d += kLanes) store(to + d, load(q + d) * scale);
+    }
   std::fill(state.out, state.out + item.rows * D, 0.0f);
   std::fill(state.max, state.max + item.rows, -1e30f);  // finite: inf - inf is NaN
   std::fill(state.sum, state.sum + item.rows, 0.0f);
@@ -249,9 +236,10 @@ void attend(const Step<T, K>& s, const Item& item, State state, float* query) {
     n = std::min({kTile, s.block_size - offset, item.end - t});
     const int width = (n + kLanes - 1) / kLanes * kLanes;
     const K* page = s.cache + table[t / s.block_size] * s.cache_block +
-                    item.kv_head * s.cache_head;
+                    leader.kv_head * s.cache_head;
     const K* keys = page + offset;                         // [D, block_size]
     const K* values = page + (s.block_size + offset) * D;  // [n, D]
+    // Never where there are several units: those end before any request's tree.
     const bool masked = t + n > context || n < width;
 
     for (int g = 0; g < groups; ++g) {
@@ -265,7 +253,7 @@ void attend(const Step<T, K>& s, const Item& item, State state, float* query) {
           for (int i = 0; i < width; i += kLanes)
             store(x + i, tanh(load(x + i)) * (s.softcap * log2e));
         if (masked) {
-          const int row = first_row + (item.begin_row + m0 + r) / s.group;
+          const int row = first_row + (leader.begin_row + m0 + r) / s.group;
           const int64_t* words = s.ancestor_bits + row * s.bits_row;
           for (int i = 0; i < width; i += kLanes) {
             int bits = visible(words, s.num_words, t + i, context);
@@ -300,31 +288,30 @@ void attend(const Step<T, K>& s, const Item& item, State state, float* query) {
   }
 }
 
-// Join the KV splits of some rows and write them.
+// Join the parts of some rows and write them.
 template <class T, class K>
-void finish(const Step<T, K>& s, const Item* items, int count, float* states) {
-  const int first_row = s.query_start_loc[items->req];
-  const int rows = items->rows, D = s.head_size;
+void finish(const Step<T, K>& s, const Unit& unit, const Part* parts, float* states) {
+  const int first_row = s.query_start_loc[unit.req];
+  const int count = unit.count, D = s.head_size;
   std::vector<float> weight(count);
-  for (int i = 0; i < rows; ++i) {
-    const int m = items->begin_row + i;
-    const int head = items->kv_head * s.group + m % s.group;
+  for (int i = 0; i < unit.rows; ++i) {
+    const int m = unit.begin_row + i;
+    const int head = unit.kv_head * s.group + m % s.group;
     const float sink = s.sinks ? s.sinks[head] * 1.442695041f : -1e30f;
+    auto part = [&](int k) { return State(states + parts[k].state, parts[k].rows, D); };
     float max = sink;
-    for (int k = 0; k < count; ++k)
-      max = std::max(max, State(states + items[k].state, rows, D).max[i]);
+    for (int k = 0; k < count; ++k) max = std::max(max, part(k).max[parts[k].row + i]);
     float sum = s.sinks ? std::exp2(sink - max) : 0.0f;
     for (int k = 0; k < count; ++k) {
-      State part(states + items[k].state, rows, D);
-      weight[k] = std::exp2(part.max[i] - max);
-      sum += weight[k] * part.sum[i];
+      weight[k] = std::exp2(part(k).max[parts[k].row + i] - max);
+      sum += weight[k] * part(k).sum[parts[k].row + i];
     }
     const float inverse = sum > 0 ? s.value_scale * kUnit<K> / sum : 0.0f;
     T* out = s.out + (first_row + m / s.group) * s.out_row + head * s.out_head;
     for (int d = 0; d < D; d += kLanes) {
       Vec v{};
       for (int k = 0; k < count; ++k)
-        v += load(states + items[k].state + i * D + d) * weight[k];
+        v += load(part(k).out + (parts[k].row + i) * D + d) * weight[k];
       store(out + d, v * inverse);
     }
   }
@@ -332,62 +319,27 @@ void finish(const Step<T, K>& s, const Item* items, int count, float* states) {
 
 template <class T, class K>
 void run(const Step<T, K>& s) {
-  double work = 0;  // row-positions, and one more row for reading the KV
-  for (int r = 0; r < s.num_reqs; ++r)
-    if (s.is_tree[r])
-      work += (s.query_start_loc[r + 1] - s.query_start_loc[r] + 1.0) * s.seq_lens[r];
-  const double cost = work * s.num_kv_heads * s.group * s.head_size * 2;
-  const int threads = cost < kSerialWork ? 1 : omp_get_max_threads();
-  // Two or more items per thread, so that no thread waits long for another.
-  const double share = work * s.num_kv_heads / (threads > 1 ? 2 * threads : 1);
-
-  std::vector<Item> items;
-  int64_t state_size = 0;
-  int max_rows = 0;
-  for (int r = 0; r < s.num_reqs; ++r) {
-    const int queries = s.query_start_loc[r + 1] - s.query_start_loc[r];
-    const int rows = queries * s.group, seq = s.seq_lens[r];
-    if (!s.is_tree[r] || rows == 0 || seq == 0) continue;
-    const int units = (seq + kSplitUnit - 1) / kSplitUnit;
-    const int wanted = std::ceil((queries + 1.0) * seq / share);
-    // Splits of rows need no joining but read the KV again: only of many rows.
-    const int row_splits = std::clamp(wanted, 1, std::max(1, rows / (2 * kMaxRows)));
-    const int kv_splits = std::clamp((wanted + row_splits - 1) / row_splits, 1,
-                                     std::max(1, units / 2));
-    for (int i = 0; i < s.num_kv_heads * row_splits; ++i) {
-      const int part = i % row_splits, begin_row = rows * part / row_splits;
-      const int num_rows = rows * (part + 1) / row_splits - begin_row;
-      const int first = items.size();
-      for (int k = 0; k < kv_splits; ++k) {
-        const int begin = units * k / kv_splits * kSplitUnit;
-        const int end = std::min(seq, units * (k + 1) / kv_splits * kSplitUnit);
-        items.push_back({r, i / row_splits, begin_row, num_rows, begin, end, first,
-                         kv_splits, state_size});
-        state_size += State::size(num_rows, s.head_size);
-      }
-      max_rows = std::max(max_rows, num_rows);
-    }
-  }
-  if (items.empty()) return;
-
+  const Plan plan = make_plan(s);
+  if (plan.items.empty()) return;
   static thread_local std::vector<float> states;
-  if ((int64_t)states.size() < state_size) states.resize(state_size);
+  if ((int64_t)states.size() < plan.state_size) states.resize(plan.state_size);
   float* all_states = states.data();
-  const int num_items = items.size();
-  std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[num_items]());
+  const int num_items = plan.items.size();
+  std::unique_ptr<std::atomic<int>[]> done(new std::atomic<int>[plan.units.size()]());
   std::atomic<int> next{0};
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
   {
     static thread_local std::vector<float> query;
-    if ((int)query.size() < max_rows * s.head_size)
-      query.resize(max_rows * s.head_size);
+    if ((int)query.size() < plan.max_rows * s.head_size)
+      query.resize(plan.max_rows * s.head_size);
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-      const Item& item = items[i];
-      attend(s, item, State(all_states + item.state, item.rows, s.head_size),
-             query.data());
-      // The last split to end joins them all: no barrier.
-      if (done[item.first].fetch_add(1) + 1 == item.count)
-        finish(s, &items[item.first], item.count, all_states);
+      const Item& item = plan.items[i];
+      attend(s, item, &plan.units[item.first],
+             State(all_states + item.state, item.rows, s.head_size), query.data());
+      // The last part to end joins them all: no barrier.
+      for (int u = item.first; u < item.first + item.count; ++u)
+        if (const Unit& unit = plan.units[u]; done[u].fetch_add(1) + 1 == unit.count)
+          finish(s, unit, &plan.parts[unit.first], all_states);
     }
   }
 }
