@@ -25,8 +25,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specinfer.attention.metadata import TreeRows
-from vllm_specinfer.commit.paths import CommitPaths
-from vllm_specinfer.device import read, stage
+from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
+from vllm_specinfer.device import is_host, read, stage
 from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
@@ -81,7 +81,7 @@ class TreeModelState(DefaultModelState):
         self._captured = False
         self._block_tables: BlockTables | None = None
         # Per KV cache group that has layers of the target.
-        self._commits: dict[int, CommitPaths] = {}
+        self._commits: dict[int, CommitPaths | CommitWalks] = {}
 
     def plan_of(self, input_batch: InputBatch) -> StepPlan | None:
         """The plan made for exactly this batch; dummy batches have none."""
@@ -176,11 +176,17 @@ class TreeModelState(DefaultModelState):
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
         self._bind_sampler(sampler)
-        return sampler, TreeSampler(
+        verifier, commit = TreeSampler, self.commit
+        if not is_host(self.device):
+            # Its kernels need Triton.
+            from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
+
+            verifier, commit = DeviceTreeSampler, self.commit_walks
+        return sampler, verifier(
             sampler,
             self.plan_of,
             self._positions,
-            self.commit,
+            commit,
             self._on_time,
             self._verification,
         )
@@ -193,16 +199,42 @@ class TreeModelState(DefaultModelState):
             accepted: Per batch index the accepted rows, from depth 1 down.
         """
         started = time.perf_counter()
-        roots, paths = [], []
-        for i, path in accepted.items():
-            slot = int(input_batch.idx_mapping_np[i])
-            req_id = input_batch.req_ids[i]
-            self._on_verified(req_id, slot, [row - 1 for row in path])
-            # Rows rise: the last one is in its place where all are.
-            if path and path[-1] != len(path):
-                roots.append(int(input_batch.query_start_loc_np[i]))
-                paths.append(path)
-        if paths:
+        self._tell(input_batch, accepted)
+        # Rows rise: the last one is in its place where all are.
+        moved = [i for i, path in accepted.items() if path and path[-1] != len(path)]
+        if moved:
+            roots = input_batch.query_start_loc_np[moved].tolist()
+            paths = [accepted[i] for i in moved]
             for group_id, commit in self._commits.items():
                 commit(self._block_tables.slot_mappings[group_id], roots, paths)
         self._on_time(COMMIT, time.perf_counter() - started)
+
+    def commit_walks(
+        self, input_batch: InputBatch, path: torch.Tensor, count: torch.Tensor
+    ) -> Accepted:
+        """`commit` where the device has walked; then the host waits for the walks.
+
+        Args:
+            input_batch: As in `commit`.
+            path: [R, N] int32 accepted rows of each request, from depth 1 down.
+            count: [R] int32 how many they are.
+
+        Returns:
+            What `commit` is told.
+        """
+        started = time.perf_counter()
+        first = input_batch.query_start_loc[: len(path)]
+        for group_id, commit in self._commits.items():
+            commit(self._block_tables.slot_mappings[group_id], first, path, count)
+        self._on_time(COMMIT, time.perf_counter() - started)
+        paths, counts = read(path, count)
+        plan = self.plan_of(input_batch)
+        accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
+        self._tell(input_batch, accepted)
+        return accepted
+
+    def _tell(self, input_batch: InputBatch, accepted: Accepted) -> None:
+        for i, path in accepted.items():
+            slot = int(input_batch.idx_mapping_np[i])
+            nodes = [row - 1 for row in path]
+            self._on_verified(input_batch.req_ids[i], slot, nodes)

@@ -101,7 +101,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     from vllm_specinfer.attention import cuda as attention
     from vllm_specinfer.commit import cuda as commit
     from vllm_specinfer.drafting import blocks, ssm
-    from vllm_specinfer.verify import sampler
+    from vllm_specinfer.verify import device_sampler, sampler
 
     guard = DeviceGuard()
 
@@ -129,6 +129,8 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     from_numpy = torch.from_numpy
     with ExitStack() as stack:
         for module, name in (
+            (device_sampler, "verify_draws"),
+            (device_sampler, "walk_trees"),
             (attention, "tree_attention"),
             (commit, "commit_paths"),
             (ssm, "set_forward_context"),
@@ -138,7 +140,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
         for cls, name in (
             (model_state.TreeModelState, "prepare_attn"),
             (model_state.TreeModelState, "prepare_inputs"),
-            (sampler.TreeSampler, "__call__"),
+            (device_sampler.DeviceTreeSampler, "__call__"),
         ):
             stack.enter_context(given(cls, name))
         stack.enter_context(
@@ -146,7 +148,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
                 torch, "from_numpy", lambda array: guard.from_numpy(from_numpy, array)
             )
         )
-        for module in (device, blocks, sampler):
+        for module in (device, blocks, model_state):
             stack.enter_context(
                 mock.patch.object(module, "is_host", lambda device: False)
             )

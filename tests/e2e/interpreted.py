@@ -20,7 +20,7 @@ import torch
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
-PENALISED = {**GREEDY, "max_tokens": 6, "repetition_penalty": 1.3, "logprobs": 2}
+PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
 PROMPTS = [[5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
 WORKER = "tests.e2e.interpreted_worker.InterpretedWorker"
 

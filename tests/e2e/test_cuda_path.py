@@ -14,9 +14,9 @@ import pytest
 
 from tests.e2e.models import noisy_copy, tiny_llama, untrained_head
 
-# Of a step: the plan, two levels of the walk and its end, what the step brought,
-# a changed row of blocks, two levels of drafts, two more where draws are tested.
-MOST_READS = 10
+# Of a step: the plan, what was accepted, what the step brought, two levels of drafts;
+# beside that the tests' invariants look at both requests' blocks.
+MOST_READS = 5 + 2
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
     (plain,), (tree,) = of_cpu["plain"]["logprobs"][2], found["coupled"]["logprobs"][2]
-    assert len(tree) == len(plain) == 6
+    assert len(tree) == len(plain) == 20
     for row, expected in zip(tree, plain, strict=True):
         values, others = ({t: v for t, v, _ in r} for r in (row, expected))
         assert values == pytest.approx(others, abs=1e-3)

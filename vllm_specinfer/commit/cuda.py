@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
-from vllm_specinfer.device import stage
 from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 
 
 class CUDACommit:
-    """`CommitPaths` by the Triton kernel; layers keep their caches where they are."""
+    """`CommitWalks` by the Triton kernel; layers keep their caches where they are."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Describe the layers' caches, which must be allocated."""
@@ -20,14 +18,9 @@ class CUDACommit:
     def __call__(
         self,
         slot_mapping: torch.Tensor,
-        roots: Sequence[int],
-        paths: Sequence[Sequence[int]],
+        first: torch.Tensor,
+        path: torch.Tensor,
+        count: torch.Tensor,
     ) -> None:
-        """As `CommitPaths` says."""
-        counts = np.array([len(path) for path in paths], np.int32)
-        padded = np.zeros((len(paths), counts.max(initial=0)), np.int32)
-        for row, path in zip(padded, paths, strict=True):
-            row[: len(path)] = path
-        firsts = np.array(roots, np.int64)
-        staged = stage(slot_mapping.device, firsts, padded, counts)
-        commit_paths(self._table, slot_mapping, *staged)
+        """As `CommitWalks` says."""
+        commit_paths(self._table, slot_mapping, first, path, count)

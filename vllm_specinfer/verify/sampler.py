@@ -16,11 +16,12 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejec
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer.device import is_host, read, stage
+from vllm_specinfer.device import read, stage
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.table import StepPlan
+from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
@@ -103,13 +104,12 @@ class TreeSampler:
                 walks[i] = TreeWalk(
                     plan.table.tokens[slot, :nodes], plan.table.parents[slot, :nodes]
                 )
-        argmax = _RowArgmax(logits)
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
-            draws = self._draws(plan, walks, standing)
-            output = self._sample(logits, argmax, input_batch, standing, paths, draws)
+            draws = self._draws(plan, standing, paths)
+            output = self._sample(logits, input_batch, standing, paths, draws)
             levels.append((standing, output))
             (sampled,) = read(output.sampled_token_ids)
             tokens = sampled[:, 0].tolist()
@@ -128,20 +128,18 @@ class TreeSampler:
     def _sample(
         self,
         logits: torch.Tensor,
-        argmax: "_RowArgmax",
         batch: InputBatch,
         requests: Sequence[int],
         paths: list[list[int]],
         draws: list[Draws | None],
     ) -> SamplerOutput:
-        """Sampling of the row each request stands at.
+        """Sampling of some rows.
 
         Args:
             logits: [L, V].
-            argmax: Of their rows.
             batch: The step's batch, with depth positions.
             requests: [G] batch indices.
-            paths: [G] accepted rows of each, the last one is where it stands.
+            paths: [G] the rows from depth 1 down to each of them.
             draws: [G] drawn children of that row, if any.
 
         Returns:
@@ -153,7 +151,9 @@ class TreeSampler:
         places = [path[-1] if path else 0 for path in paths]
         if self._only_argmax(slots):
             return SamplerOutput(
-                sampled_token_ids=argmax(list(map(operator.add, first, places))),
+                sampled_token_ids=self._argmax(
+                    logits, list(map(operator.add, first, places))
+                ),
                 logprobs_tensors=None,
                 num_nans=None,
                 num_sampled=None,
@@ -206,6 +206,8 @@ class TreeSampler:
             self._tests.expect(draws_of_row, slot_of_row)
             output = self._tests(logits, view)
         output.sampled_token_ids = output.sampled_token_ids[last]
+        if output.num_nans is not None:
+            output.num_nans = output.num_nans[last]
         if (found := output.logprobs_tensors) is not None:
             output.logprobs_tensors = LogprobsTensors(
                 found.logprob_token_ids[last],
@@ -214,18 +216,25 @@ class TreeSampler:
             )
         return output
 
+    def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """[G, 1] likeliest tokens of rows; ties go to the lowest id, as in vLLM."""
+        # NumPy's argmax over a vocabulary is several times quicker than torch's.
+        best = logits[rows].float().numpy().argmax(axis=-1)
+        return torch.from_numpy(best[:, None])
+
     def _draws(
         self,
         plan: StepPlan | None,
-        walks: dict[int, TreeWalk],
         requests: Sequence[int],
+        paths: list[list[int]],
     ) -> list[Draws | None]:
-        """[G] the drawn children of the row each request stands at."""
-        if self._tests is None:
+        """[G] the drawn children of the row at the end of each path."""
+        if self._tests is None or plan is None:
             return [None] * len(requests)
+        nodes = [path[-1] - 1 if path else ROOT for path in paths]
         found = [
-            plan.table.draws[plan.slots[i]].get(walks[i].node) if i in walks else None
-            for i in requests
+            plan.table.draws[plan.slots[i]].get(node) if plan.is_tree[i] else None
+            for i, node in zip(requests, nodes, strict=True)
         ]
         return [joined(sources) if sources else None for sources in found]
 
@@ -262,6 +271,31 @@ class TreeSampler:
         tokens, num_tokens = stage(
             self._positions.device, sampled, np.array(counts, np.int32)
         )
+        return self._emitted(
+            batch,
+            tokens,
+            num_tokens,
+            _joined_logprobs(counts, levels),
+            levels[0][1].num_nans,
+        )
+
+    def _emitted(
+        self,
+        batch: InputBatch,
+        tokens: torch.Tensor,
+        num_tokens: torch.Tensor,
+        logprobs: LogprobsTensors | None,
+        num_nans: torch.Tensor | None,
+    ) -> SamplerOutput:
+        """The step's output.
+
+        Args:
+            batch: The step's batch.
+            tokens: [R, n] emitted tokens.
+            num_tokens: [R] int32 how many they are.
+            logprobs: Of the emitted tokens.
+            num_nans: [R] in the logits of the roots, where they are counted.
+        """
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_tokens,
             batch.seq_lens,
@@ -271,31 +305,11 @@ class TreeSampler:
         )
         return SamplerOutput(
             sampled_token_ids=tokens,
-            logprobs_tensors=_joined_logprobs(counts, levels),
-            num_nans=levels[0][1].num_nans,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
-
-
-class _RowArgmax:
-    """The likeliest tokens of rows; ties go to the lowest id, as in vLLM's sampler."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        """`logits` are [L, V]."""
-        self._logits = logits
-        self._of_all: np.ndarray | None = None
-
-    def __call__(self, rows: list[int]) -> torch.Tensor:
-        """[G, 1] int64, on the host."""
-        if is_host(self._logits.device):
-            # NumPy's argmax over a vocabulary is several times quicker than torch's.
-            best = self._logits[rows].float().numpy().argmax(axis=-1)
-            return torch.from_numpy(best[:, None])
-        if self._of_all is None:
-            # All rows at once, so that the host waits once per step.
-            (self._of_all,) = read(self._logits.argmax(dim=-1))
-        return torch.from_numpy(self._of_all[rows, None])
 
 
 def _joined_logprobs(

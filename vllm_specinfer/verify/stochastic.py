@@ -101,7 +101,7 @@ class DrawTestingSampler(Sampler):
         logits = processed_logits
         if len(rows):
             (places,) = stage(pos.device, rows)
-            logits, found, tokens = self._tested(logits, rows, places, pos)
+            logits, found = self._tested(logits, rows, places, pos)
             pos = pos.clone()
             pos[places] += RESIDUAL_SALT
         sampled, _ = super()._sample_random(
@@ -115,7 +115,7 @@ class DrawTestingSampler(Sampler):
             *(False for _ in flags),
         )
         if len(rows):
-            sampled[found] = tokens
+            sampled[places] = torch.where(found >= 0, found, sampled[places])
         return sampled, processed_logits
 
     def _tested(
@@ -124,7 +124,7 @@ class DrawTestingSampler(Sampler):
         rows: np.ndarray,
         places: torch.Tensor,
         pos: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Test the draws of these rows.
 
         Args:
@@ -134,8 +134,8 @@ class DrawTestingSampler(Sampler):
             pos: [L] positions.
 
         Returns:
-            [L, V] logits in which the rows hold what the tests leave, and the rows
-            that accept a token with these tokens.
+            [L, V] logits in which the rows hold what the tests leave, and [G] the token
+            that each row accepts, -1 where it accepts none.
         """
         device = logits.device
         draws = stacked([self._draws[row] for row in rows.tolist()])
@@ -155,17 +155,10 @@ class DrawTestingSampler(Sampler):
             ]
         )
         chosen_places, left = verify_draws(p, draws, uniforms)
-        accepted = np.flatnonzero(chosen_places != NO_DRAW)
+        accepted = draws.tokens[np.arange(len(rows)), chosen_places]
+        accepted = np.where(chosen_places == NO_DRAW, -1, accepted)
         g, m = np.nonzero(draws.tokens != NO_CANDIDATE)
-        left, g, m, known_rows, found, accepted_tokens = stage(
-            device,
-            left,
-            g,
-            m,
-            rows[g],
-            rows[accepted],
-            draws.tokens[accepted, chosen_places[accepted]],
-        )
+        left, g, m, known_rows, found = stage(device, left, g, m, rows[g], accepted)
         values = (left.log() + total).float()
         logits[known_rows, tokens[g, m]] = values[g, m]
-        return logits, found, accepted_tokens
+        return logits, found

@@ -1,0 +1,170 @@
+"""Verification that hardly waits for the device: all rows first, then the walk.
+
+Dimension legend: R requests of the batch, L logits rows of a step, G rows of trees and
+roots, N nodes per tree, V vocabulary.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from vllm_specinfer.device import stage
+from vllm_specinfer.kernels.triton.verification import verify_draws, walk_trees
+from vllm_specinfer.scheduling.step_stats import VERIFY
+from vllm_specinfer.tree.proposals import stacked
+from vllm_specinfer.tree.table import StepPlan
+from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.verify.sampler import Accepted, TreeSampler
+from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
+
+
+class DeviceTreeSampler(TreeSampler):
+    """`TreeSampler` where the host is not the device.
+
+    Every row of a tree gets its token, also those that the walk will not come to: rows
+    are cheap there, waiting is not. One launch then walks down all trees, and their K/V
+    is committed before the host hears what was accepted.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        plan_of: Callable[[InputBatch], StepPlan | None],
+        positions: torch.Tensor,
+        commit: Callable[[InputBatch, torch.Tensor, torch.Tensor], Accepted],
+        on_time: Callable[[str, float], None],
+        verification: str = "coupled",
+    ) -> None:
+        """As `TreeSampler`.
+
+        Args:
+            sampler: As there.
+            plan_of: As there.
+            positions: As there.
+            commit: Moves the K/V of accepted rows [R, N] int32, so many [R] int32 of
+                each request, and returns them.
+            on_time: As there.
+            verification: As there.
+        """
+        super().__init__(sampler, plan_of, positions, commit, on_time, verification)
+        if self._tests is not None:
+            self._tests = DeviceDrawTestingSampler(sampler)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """As `TreeSampler`."""
+        started = time.perf_counter()
+        plan, num_reqs = self._plan_of(input_batch), input_batch.num_reqs
+        if plan is None:
+            return super().__call__(logits, input_batch)
+        positions = self._positions[: len(input_batch.positions)]
+        batch = replace(input_batch, positions=positions)
+        paths = [_paths(plan, i) for i in range(num_reqs)]
+        counts = np.array([len(of_request) for of_request in paths])
+        requests = np.repeat(np.arange(num_reqs), counts).tolist()
+        flat_paths = [path for of_request in paths for path in of_request]
+        draws = self._draws(plan, requests, flat_paths)
+        output = self._sample(logits, batch, requests, flat_paths, draws)
+        targets = output.sampled_token_ids[:, 0]
+        parents = np.where(
+            plan.is_tree[:, None], plan.table.parents[plan.slots], np.int32(ROOT)
+        )
+        drafts = np.concatenate(
+            [
+                [0, *plan.table.tokens[slot, : count - 1]]
+                for slot, count in zip(plan.slots, counts, strict=True)
+            ]
+        )
+        first, num_rows, drafts, parents = stage(
+            logits.device,
+            np.cumsum(counts) - counts,
+            counts.astype(np.int32),
+            drafts.astype(np.int64),
+            parents,
+        )
+        path, num_accepted = walk_trees(targets, drafts, first, num_rows, parents)
+        depths = torch.arange(path.shape[1], device=path.device)
+        path = torch.where(depths < num_accepted[:, None], path, 0)
+        rows = first[:, None] + torch.nn.functional.pad(path, (1, 0))
+        self._on_time(VERIFY, time.perf_counter() - started)
+        accepted = self._commit(input_batch, path, num_accepted)
+        logprobs = None
+        if (found := output.logprobs_tensors) is not None:
+            logprobs = _chosen(found, np.cumsum(counts) - counts, accepted)
+        num_nans = (
+            output.num_nans if output.num_nans is None else output.num_nans[first]
+        )
+        return self._emitted(batch, targets[rows], num_accepted + 1, logprobs, num_nans)
+
+    def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """[G, 1] likeliest tokens of rows, on the device."""
+        (places,) = stage(logits.device, np.array(rows))
+        return logits[places].argmax(dim=-1, keepdim=True)
+
+
+class DeviceDrawTestingSampler(DrawTestingSampler):
+    """Tests by a kernel."""
+
+    def _tested(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        places: torch.Tensor,
+        pos: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        draws = stacked([self._draws[row] for row in rows.tolist()])
+        seeds = self.sampling_states.seeds.np[self._slots[rows]]
+        tokens, q, drawn, seeds = stage(
+            logits.device, draws.tokens, draws.q, draws.places, seeds
+        )
+        logits = logits.to(torch.float32, copy=True)
+        positions = pos[places] + TEST_SALT
+        found = verify_draws(logits, places, tokens, q, drawn, seeds, positions)
+        return logits, found
+
+
+def _paths(plan: StepPlan, i: int) -> list[list[int]]:
+    """Of each row of a request the rows from depth 1 down to it; only the root's (none)
+    where it has no live tree."""
+    paths: list[list[int]] = [[]]
+    if plan.is_tree[i]:
+        parents = plan.table.parents[plan.slots[i], : plan.num_rows[i] - 1]
+        for row, parent in enumerate(parents.tolist(), start=1):
+            paths.append([*paths[parent + 1], row])
+    return paths
+
+
+def _chosen(
+    found: LogprobsTensors, first: np.ndarray, accepted: Accepted
+) -> LogprobsTensors:
+    """The log probabilities of emitted tokens.
+
+    Args:
+        found: Of all rows [G].
+        first: [R] first row of each request.
+        accepted: Its accepted rows.
+    """
+    rows = [
+        [start, *(start + row for row in accepted.get(i, []))]
+        for i, start in enumerate(first.tolist())
+    ]
+    ends = np.cumsum([0, *map(len, rows)]).tolist()
+    (chosen,) = stage(found.logprobs.device, np.concatenate(rows))
+    return LogprobsTensors(
+        found.logprob_token_ids[chosen],
+        found.logprobs[chosen],
+        found.selected_token_ranks[chosen],
+        ends,
+    )
