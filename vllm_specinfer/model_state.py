@@ -125,13 +125,12 @@ class TreeModelState(DefaultModelState):
         )
         plan = None
         if input_batch.num_draft_tokens_per_req is not None:
-            slots = input_batch.idx_mapping_np
-            (num_computed,) = read(num_computed_tokens)
             plan = self._trees.plan_step(
-                slots,
+                input_batch.idx_mapping_np,
                 input_batch.num_draft_tokens_per_req,
                 input_batch.query_start_loc_np,
-                num_computed[slots],
+                # The scheduler's, exact as it waits for every step.
+                input_batch.num_computed_tokens_np,
             )
         self._planned = (input_batch, plan)
 

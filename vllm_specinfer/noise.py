@@ -33,13 +33,19 @@ def prefix(seed: int, pos: int, domain: int) -> int:
     return state
 
 
-def _hash32(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndarray:
-    """Murmur3 of (seed, pos, token), uint32 [n]."""
+def _hash32(
+    seed: int | np.ndarray, pos: int | np.ndarray, tokens: np.ndarray, domain: int = 0
+) -> np.ndarray:
+    """Murmur3 of (seed, pos, token), uint32 as the tokens."""
     key = tokens.astype(_U)
     key *= _U(0xCC9E2D51)
     h = _rotl(key, 15)
     h *= _U(0x1B873593)
-    h ^= _U(prefix(seed, pos, domain))
+    if isinstance(seed, np.ndarray):
+        pairs = zip(seed.tolist(), pos.tolist(), strict=True)
+        h ^= np.array([prefix(*pair, domain) for pair in pairs], _U)[:, None]
+    else:
+        h ^= _U(prefix(seed, pos, domain))
     h = _rotl(h, 13)
     h *= _U(5)
     h += _U(0xE6546B64)
@@ -53,18 +59,22 @@ def _hash32(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndar
 
 
 def gumbel_noise(
-    seed: int, pos: int, tokens: np.ndarray, use_fp64: bool = False
+    seed: int | np.ndarray,
+    pos: int | np.ndarray,
+    tokens: np.ndarray,
+    use_fp64: bool = False,
 ) -> np.ndarray:
     """The noise that vLLM adds to the logits of ``tokens``.
 
     Args:
-        seed: The request's 64-bit seed.
-        pos: Position in the request, plus ``DRAFT_NOISE_SALT`` when drafting.
-        tokens: Token ids [n].
+        seed: The request's 64-bit seed, or those of F rows, int64.
+        pos: Position in the request, or [F] where there are F seeds; plus
+            ``DRAFT_NOISE_SALT`` when drafting.
+        tokens: Token ids [n], or [F, n].
         use_fp64: Draw 53-bit uniforms instead of 32-bit ones.
 
     Returns:
-        Noise [n], float64 or float32.
+        Noise, shaped as the tokens, float64 or float32.
     """
     u = _uniform(seed, pos, tokens, use_fp64)
     return -np.log(-np.log(u)) if use_fp64 else -np.log(-_log1p_neg(u))
@@ -85,7 +95,9 @@ def uniform(seed: int, pos: int, counters: np.ndarray) -> np.ndarray:
     return _uniform(seed, pos, counters, use_fp64=True)
 
 
-def _uniform(seed: int, pos: int, tokens: np.ndarray, use_fp64: bool) -> np.ndarray:
+def _uniform(
+    seed: int | np.ndarray, pos: int | np.ndarray, tokens: np.ndarray, use_fp64: bool
+) -> np.ndarray:
     if use_fp64:
         random = _hash32(seed, pos, tokens, _HIGH_HALF_DOMAIN).astype(np.uint64) << 32
         random |= _hash32(seed, pos, tokens)

@@ -14,9 +14,9 @@ import pytest
 
 from tests.e2e.models import noisy_copy, tiny_llama, untrained_head
 
-# Of a step: the plan, what was accepted, what the step brought, two levels of drafts;
-# beside that the tests' invariants look at both requests' blocks.
-MOST_READS = 5 + 2
+# Of a step: what was accepted, what the step brought, two levels of drafts; beside that
+# the tests' invariants look at both requests' blocks.
+MOST_READS = 4 + 2
 
 
 @pytest.fixture(scope="module")

@@ -117,9 +117,13 @@ class ChildChooser:
             return Children(scores, children)
         q = _sampling_distribution(logprobs, rows)
         if self._coupled:
-            for f in sampled.tolist():
-                scores[f], places = _coupled(q[f], tokens[f], k, rows, f)
-                children[f] = tokens[f][places]
+            scores[sampled], children[sampled] = _coupled(
+                q[sampled],
+                tokens[sampled],
+                rows.seeds[sampled],
+                rows.roots[sampled] + rows.depths[sampled],
+                k,
+            )
             return Children(scores, children)
         places = np.full((len(tokens), k), NO_DRAW, np.int64)
         drawn_from = np.zeros((len(tokens), k, tokens.shape[1]))
@@ -153,17 +157,24 @@ def _sampling_distribution(logprobs: np.ndarray, rows: DraftRows) -> np.ndarray:
 
 
 def _coupled(
-    q: np.ndarray, tokens: np.ndarray, k: int, rows: DraftRows, f: int
+    q: np.ndarray, tokens: np.ndarray, seeds: np.ndarray, positions: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The K best of log q + the target's noise: scores and places."""
-    noise = gumbel_noise(
-        int(rows.seeds[f]), int(rows.roots[f] + rows.depths[f]), tokens
-    )
+    """The K best of log q + the target's noise: scores and tokens [F, K].
+
+    Args:
+        q: [F, M] of the tokens.
+        tokens: [F, M].
+        seeds: [F] of the rows' requests.
+        positions: [F].
+        k: K.
+    """
     with np.errstate(divide="ignore"):
-        values = np.log(q) + noise
-    places = np.argsort(-values, kind="stable")[:k]
-    total = np.log(np.exp(values - values[places[0]]).sum()) + values[places[0]]
-    return values[places] - total, places
+        values = np.log(q) + gumbel_noise(seeds, positions, tokens)
+    places = np.argsort(-values, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(values, places, axis=1)
+    top = best[:, :1]
+    total = np.log(np.exp(values - top).sum(axis=1, keepdims=True)) + top
+    return best - total, np.take_along_axis(tokens, places, axis=1)
 
 
 def _drawn(
