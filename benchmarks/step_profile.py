@@ -116,7 +116,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
     from vllm_specinfer.scheduling.memory import BudgetMemory
     from vllm_specinfer.tree.candidates import Candidates
     from vllm_specinfer.tree.table import StepPlan, TreeTable
-    from vllm_specinfer.verify.sampler import TreeSampler, _RowArgmax
+    from vllm_specinfer.verify.sampler import TreeSampler
 
     scheduler = core_of(llm).scheduler
     worker = core_of(llm).model_executor.driver_worker.worker
@@ -129,7 +129,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (runner, "sample", "target head and verification", None),
         (TreeSampler, "__call__", None, VERIFY),
         (Sampler, "__call__", None, None),
-        (_RowArgmax, "__call__", None, None),
+        (TreeSampler, "_argmax", None, None),
         # The model state's `commit`, which the sampler holds.
         (runner.rejection_sampler, "_commit", "  of it KV commit", COMMIT),
         (worker, "take_draft_token_ids", "drafting", BUILD),
