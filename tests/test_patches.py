@@ -30,14 +30,25 @@ from vllm.config.speculative import register_speculative_method
 from vllm.triton_utils import HAS_TRITON, triton
 from tests.e2e import engine
 from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm_specinfer.hooks import cpu_v2, speculative_config, stat_loggers
+from vllm.model_executor.layers.utils import (
+    cpu_linear_kernels, dispatch_cpu_unquantized_gemm
+)
+from vllm_specinfer.hooks import cpu_linear, cpu_v2, speculative_config, stat_loggers
+from vllm_specinfer.kernels.cpu.few_rows import linear_for
 from vllm_specinfer.kernels.cpu import step_kernels
 
 cpu_v2.enable_in_frontend = cpu_v2.disable_in_frontend = lambda: None
 cpu_v2.enable_in_worker = step_kernels.register
-stat_loggers.install = lambda: None
+cpu_linear.install = stat_loggers.install = lambda: None
+linears = []
+def choose(weight):
+    linears.append(linear_for(weight))
+    return linears[-1]
+cpu_linear_kernels.append(choose)
 register_speculative_method("specinfer", speculative_config._create)
 result = engine._generate(json.loads(sys.argv[1]))
+assert not hasattr(dispatch_cpu_unquantized_gemm, "_specinfer_original")
+assert linears
 assert not HAS_TRITON and not vllm.config.vllm.HAS_TRITON
 assert triton.next_power_of_2.__module__ == "vllm.utils.math_utils"
 for owner, name in (
@@ -132,9 +143,9 @@ def test_the_register_names_every_patch(release):
 
 def test_the_register_has_the_hashes_of_what_is_replaced():
     rows = re.findall(r"^\| `(vllm\S+)` \|.*`(\w{16})`.*`(\w{16})`", REGISTER, re.M)
-    assert len(rows) == 3
+    assert len(rows) == 4
     for name, *hashes in rows:
-        # A module is what comes before the first capital letter.
-        module, _, path = re.sub(r"\.([A-Z])", r":\1", name, count=1).partition(":")
         for release, code in zip(compat.SUPPORTED, hashes, strict=True):
-            assert seams.table(release)[f"{module}:{path}"]["code"] == code, name
+            table = seams.table(release).items()
+            (found,) = [s for key, s in table if key.replace(":", ".") == name]
+            assert found["code"] == code, name

@@ -44,6 +44,7 @@ REQUIRED = (
 )
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",

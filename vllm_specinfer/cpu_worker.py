@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.hooks import cpu_linear, cpu_v2
 from vllm_specinfer.worker import TreeWorker
 
 
@@ -13,6 +13,7 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         cpu_v2.enable_in_worker()
+        cpu_linear.install()
         super().__init__(vllm_config, *args, **kwargs)
 
     def register_attention(self) -> None:

@@ -13,6 +13,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
+from vllm_specinfer.kernels.cpu.few_rows import linear_for
+
 logger = init_logger(__name__)
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"
@@ -52,7 +54,7 @@ class DraftHead:
             if plain:
                 own = torch.arange(len(offsets), device=offsets.device)
                 self._tokens, order = (own + offsets.data).sort()
-                self._rows = head.weight.data[order].to(torch.bfloat16)
+                self._keep(head.weight.data[order])
             return
         tokens = _read_draft_vocab(config)
         if tokens is None:
@@ -67,8 +69,12 @@ class DraftHead:
             return
         # Ascending, so that ties go to the lowest token as they do in the full head.
         self._tokens = torch.tensor(sorted(tokens), device=head.weight.device)
+        self._keep(head.weight.data[self._tokens])
+
+    def _keep(self, rows: torch.Tensor) -> None:
         # Drafts need no more precision, and the rows' bytes are what costs time.
-        self._rows = head.weight.data[self._tokens].to(torch.bfloat16)
+        self._rows = rows.to(torch.bfloat16)
+        self._linear = linear_for(self._rows) or nn.functional.linear
 
     def likeliest(
         self, hidden: torch.Tensor, count: int
@@ -86,7 +92,7 @@ class DraftHead:
         if self._tokens is None:
             logits = self._model.compute_logits(hidden).float()
         else:
-            logits = nn.functional.linear(hidden.bfloat16(), self._rows).float()
+            logits = self._linear(hidden.bfloat16(), self._rows).float()
         # One kernel; `logsumexp` is many, each of which wakes all threads.
         logprobs = logits.log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, logits.shape[1]), dim=-1)

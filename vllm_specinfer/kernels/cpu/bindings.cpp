@@ -1,12 +1,14 @@
 // Checks the tensors, takes their pointers and strides, runs the kernels without GIL.
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 #include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <optional>
 #include <unordered_set>
 
 #include "commit.cpp"
+#include "few_rows.cpp"
 #include "gumbel.cpp"
 #include "tree_attention.cpp"
 
@@ -130,7 +132,42 @@ pybind11::array_t<int64_t> gumbel_contenders(
   return pybind11::array_t<int64_t>(found.size(), found.data());
 }
 
+// x weight^T + bias; more than `most` rows of x go through torch.
+Tensor few_rows_linear(const Tensor& x, const Tensor& weight,
+                       const std::optional<Tensor>& bias, int64_t most) {
+  const int64_t k = weight.size(1), m = x.numel() / k;
+  if (m > most) return at::linear(x, weight, bias);
+  TORCH_CHECK(x.size(-1) == k && k % vectors::kLanes == 0 && weight.is_contiguous() &&
+                  x.scalar_type() == weight.scalar_type(),
+              "x must be [.., K] and weight [N, K] dense, K a multiple of ",
+              vectors::kLanes, ", of one type; got ", x.sizes(), ", ", weight.sizes());
+  TORCH_CHECK(!bias || bias->numel() == weight.size(0), "bias must be [N]");
+  auto shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  const Tensor y = at::empty(shape, x.options());
+  const Tensor rows = x.to(at::kFloat).contiguous();
+  const Tensor offsets = bias ? bias->to(at::kFloat).contiguous() : Tensor();
+  auto run = [&]<class T>(T* out) {
+    few_rows::run(few_rows::Product<T>{
+        rows.const_data_ptr<float>(), weight.const_data_ptr<T>(),
+        bias ? offsets.const_data_ptr<float>() : nullptr, out, m, weight.size(0), k});
+  };
+  switch (x.scalar_type()) {
+    case at::kFloat: run(y.mutable_data_ptr<float>()); break;
+    case at::kBFloat16: run(y.mutable_data_ptr<c10::BFloat16>()); break;
+    default: TORCH_CHECK(false, "x must be float32 or bfloat16");
+  }
+  return y;
+}
+
 }  // namespace
+
+TORCH_LIBRARY(vllm_specinfer, m) {
+  m.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias, int most) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
+  m.impl("few_rows_linear", &few_rows_linear);
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);

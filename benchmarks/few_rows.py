@@ -1,0 +1,79 @@
+"""A target's linear layers by rows of a step: this package's kernel over vLLM's oneDNN.
+
+    python benchmarks/few_rows.py [--dtype bfloat16] [--rows 1 4 9 16 32 64]
+
+All layers of a Llama-like model one after the other, random weights, both ways in turn;
+medians. One row is plain decoding at batch 1, a tree of 8 nodes has 9.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+
+def shapes(config: object) -> list[tuple[int, int]]:
+    """Outputs and inputs of the layers, the head last."""
+    size, inner = config.hidden_size, config.intermediate_size
+    head = getattr(config, "head_dim", None) or size // config.num_attention_heads
+    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
+    layer = [(q + 2 * kv, size), (size, q), (2 * inner, size), (size, inner)]
+    return layer * config.num_hidden_layers + [(config.vocab_size, size)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="SmolLM2-135M where it is not given")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 2, 4, 6, 9, 12, 16, 24, 32, 64, 256]
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    from transformers import AutoConfig
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    from vllm_specinfer import assets
+    from vllm_specinfer.kernels.cpu.few_rows import linear_for
+
+    current_platform.import_kernels()
+    dtype = getattr(torch, args.dtype)
+    config = AutoConfig.from_pretrained(args.target or str(assets.smollm2()))
+    weights = [torch.randn(shape).to(dtype) for shape in shapes(config)]
+    # As in vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm.
+    packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
+    kernels = [linear_for(weight) for weight in weights]
+    if None in kernels:
+        raise SystemExit("vLLM's own way is used for such weights on this machine")
+
+    def seconds(inputs: dict[int, torch.Tensor], ours: bool) -> float:
+        start = time.perf_counter()
+        for weight, handle, kernel in zip(weights, packed, kernels, strict=True):
+            x = inputs[weight.shape[1]]
+            if ours:
+                kernel(x, weight)
+            else:
+                ops.onednn_mm(handle, x, None)
+        return time.perf_counter() - start
+
+    print(f"{torch.get_num_threads()} threads, {args.dtype}; milliseconds of a step")
+    print("| rows | vLLM | specinfer | ratio |\n|---|---|---|---|")
+    for rows in args.rows:
+        sizes = {weight.shape[1] for weight in weights}
+        inputs = {size: torch.randn(rows, size).to(dtype) for size in sizes}
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(args.repeats + 2):
+            for ours in (False, True):
+                times[ours].append(seconds(inputs, ours))
+        theirs, own = (statistics.median(times[way][2:]) * 1e3 for way in (False, True))
+        print(f"| {rows} | {theirs:.1f} | {own:.1f} | {own / theirs:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

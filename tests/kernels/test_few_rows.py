@@ -1,0 +1,131 @@
+"""Linear layers of few rows: products, what is left to vLLM, and who gets them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from vllm.config import vllm as vllm_config
+from vllm.model_executor.layers import utils
+
+from vllm_specinfer.config import SpecInferConfig
+from vllm_specinfer.hooks import cpu_linear
+from vllm_specinfer.kernels.cpu import few_rows
+from vllm_specinfer.kernels.cpu.few_rows import MOST_ROWS, linear_for
+
+DTYPES = list(MOST_ROWS)
+# Outputs that leave a part of a tile, fewer than one, and one thread without work.
+SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (962, 576), (576, 1536)]
+
+pytestmark = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM multiplies there"
+)
+
+
+@pytest.fixture(autouse=True)
+def without_tiles(monkeypatch):
+    """As on a CPU without AMX, whatever this one has."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+
+
+def random(*shape, dtype, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_row_is_multiplied_by_every_output(dtype, shape, bias):
+    weight = random(*shape, dtype=dtype, seed=1)
+    offsets = random(shape[0], dtype=dtype, seed=2) if bias else None
+    multiply = linear_for(weight)
+    most = MOST_ROWS[dtype]
+    for rows in [*range(1, 14), 25, most, most + 1]:
+        x = random(rows, shape[1], dtype=dtype)
+        exact = x.double() @ weight.double().T + (offsets.double() if bias else 0)
+        found = multiply(x, weight, offsets)
+        assert found.dtype == dtype
+        # Rounded once, after sums in float32.
+        scale = x.double().abs() @ weight.double().abs().T
+        error = (found.double() - exact).abs()
+        unit = torch.finfo(dtype).eps
+        assert (error <= unit * exact.abs() + 4e-7 * scale).all()
+
+
+def test_more_dimensions_and_rows_that_do_not_lie_side_by_side():
+    weight = random(40, 32, dtype=torch.float32)
+    x = random(2, 3, 64, dtype=torch.float32)[..., ::2]
+    found = linear_for(weight)(x, weight)
+    torch.testing.assert_close(found, linear(x, weight))
+    assert linear_for(weight)(x[:0], weight).shape == (0, 3, 40)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_none(dtype, value):
+    weight = random(8, 32, dtype=dtype).abs()
+    x = random(2, 32, dtype=dtype)
+    x[1, 5] = value
+    found = linear_for(weight)(x, weight)
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(
+        found[1], torch.full([8], value, dtype=dtype), equal_nan=True
+    )
+
+
+def test_a_compiled_model_multiplies_any_number_of_rows():
+    weight = random(48, 32, dtype=torch.float32)
+    multiply = linear_for(weight)
+    compiled = torch.compile(
+        lambda x: multiply(x, weight).relu(), fullgraph=True, dynamic=True
+    )
+    for rows in (2, 7, 65):
+        x = random(rows, 32, dtype=torch.float32)
+        torch.testing.assert_close(compiled(x), linear(x, weight).relu())
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(8, 32, dtype=torch.float16),
+        torch.zeros(8, 40),
+        torch.zeros(32, 8).T,
+        torch.zeros(2, 8, 32),
+        torch.zeros(8, 32, device="meta"),
+    ],
+)
+def test_other_weights_are_left_to_vllm(weight):
+    assert linear_for(weight) is None
+
+
+def test_without_a_compiler_or_beside_tiles_weights_are_left_to_vllm(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert linear_for(torch.zeros(8, 32, dtype=torch.bfloat16)) is None
+    assert linear_for(torch.zeros(8, 32)) is not None
+    monkeypatch.setattr(few_rows.extension, "load", lambda: None)
+    assert linear_for(torch.zeros(8, 32)) is None
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_only_engines_of_this_method_multiply_so(monkeypatch, ours):
+    # Undone after the test.
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", _stock())
+    cpu_linear.install()
+    method = SpecInferConfig.__new__(SpecInferConfig) if ours else None
+    current = SimpleNamespace(speculative_config=method)
+    monkeypatch.setattr(vllm_config, "_current_vllm_config", current)
+    layer = nn.Linear(32, 8, bias=False)
+    weight = layer.weight.detach().clone()
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    # vLLM keeps its own arrangement of the weights instead.
+    assert layer.weight.numel() == (weight.numel() if ours else 0)
+    x = torch.randn(3, 32)
+    found = layer.cpu_linear(x, layer.weight, None)
+    torch.testing.assert_close(found, linear(x, weight))
+
+
+def _stock():
+    found = utils.dispatch_cpu_unquantized_gemm
+    return getattr(found, "_specinfer_original", found)

@@ -1,0 +1,124 @@
+// Vectors of floats, and their loads from every type that weights and K/V come in.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Float8_e5m2.h>
+#include <c10/util/Half.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace vectors {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t BVec __attribute__((vector_size(kLanes)));
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec load(const c10::BFloat16* p) {
+  HVec h;
+  std::memcpy(&h, p, sizeof h);
+#ifdef __AVX512F__
+  return (Vec)((IVec)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
+  return (Vec)(__builtin_convertvector(h, IVec) << 16);
+#endif
+}
+inline Vec from_half(HVec h) {
+#ifdef __AVX512F__
+  return (Vec)_mm512_cvtph_ps((__m256i)h);
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = c10::Half(h[i], c10::Half::from_bits());
+  return v;
+#endif
+}
+inline Vec load(const c10::Half* p) {
+  HVec h;
+  std::memcpy(&h, p, sizeof h);
+  return from_half(h);
+}
+// Eight bits are the upper ones of a half: e5m2 as they are, e4m3 with an exponent that
+// is 8 too small and a bit further down.
+inline HVec load_bytes(const void* p) {
+  BVec b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, HVec);
+}
+inline Vec load(const c10::Float8_e5m2* p) { return from_half(load_bytes(p) << 8); }
+inline Vec load(const c10::Float8_e4m3fn* p) {
+  const HVec b = load_bytes(p);
+  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7);
+}
+// What `load` makes of a number times this is the number.
+template <class T>
+constexpr float kUnit = 1;
+template <>
+constexpr float kUnit<c10::Float8_e4m3fn> = 256;
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(c10::BFloat16* p, Vec v) {
+  IVec bits = (IVec)v;  // round to nearest even; the result of a softmax is finite
+  HVec h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, HVec);
+  std::memcpy(p, &h, sizeof h);
+}
+inline void store(c10::Half* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = c10::Half(v[i]);
+}
+
+// 2^x for x <= 126, relative error 2e-7; 0 at -127 and below.
+inline Vec exp2(Vec x) {
+  x = x < -127.0f ? splat(-127.0f) : x;
+  const float magic = 12582912.0f;  // adding it leaves round(x) in the low bits
+  Vec shifted = x + magic;
+  Vec f = x - (shifted - magic);
+  Vec p = splat(1.535336188e-4f);
+  p = p * f + 1.339887440e-3f;
+  p = p * f + 9.618437357e-3f;
+  p = p * f + 5.550332548e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472028e-1f;
+  p = p * f + 1.0f;
+  return (Vec)((IVec)p + ((IVec)shifted << 23));
+}
+inline Vec tanh(Vec x) {
+  x = x > 40.0f ? splat(40.0f) : x;
+  return 1.0f - 2.0f / (exp2(x * 2.885390082f) + 1.0f);
+}
+
+inline float reduce_max(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float m = v[0];
+  for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]);
+  return m;
+#endif
+}
+inline float reduce_add(Vec v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s = 0;
+  for (int i = 0; i < kLanes; ++i) s += v[i];
+  return s;
+#endif
+}
+
+}  // namespace vectors
