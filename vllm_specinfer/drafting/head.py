@@ -13,7 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from vllm_specinfer.kernels.cpu.few_rows import linear_for
+from vllm_specinfer.device import is_host
 
 logger = init_logger(__name__)
 
@@ -74,7 +74,11 @@ class DraftHead:
     def _keep(self, rows: torch.Tensor) -> None:
         # Drafts need no more precision, and the rows' bytes are what costs time.
         self._rows = rows.to(torch.bfloat16)
-        self._linear = linear_for(self._rows) or nn.functional.linear
+        self._linear = nn.functional.linear
+        if is_host(rows.device):
+            from vllm_specinfer.kernels.cpu.few_rows import linear_for
+
+            self._linear = linear_for(self._rows) or self._linear
 
     def likeliest(
         self, hidden: torch.Tensor, count: int
