@@ -108,10 +108,10 @@ def test_the_tables_hold_what_the_engines_did(tables):
     assert max(over_plain.values()) == over_plain[oracle] > 1
     fitted = schedulers["learned, fitted"]
     assert float(fitted["predicted length"]) > 0 < float(fitted["actual length"])
-    # Memory: the logits of the nodes; plain vLLM keeps a second copy of its head.
+    # Memory: plain vLLM multiplies with oneDNN, which holds some of its own.
     (row,) = tables["memory"]
     assert int(row["nodes"]) == 16
-    assert -100 < float(row["MiB more than plain"]) < 200
+    assert -32 < float(row["MiB more than plain"]) < 200
     assert float(row["MiB of K/V"]) == pytest.approx(1024, rel=0.05)
     # Each path has K and V of its own.
     small, large = tables["treeattn"]

@@ -11,12 +11,6 @@
 
 namespace few_rows {
 
-#ifdef __AVX512F__
-constexpr bool kFast = true;
-#else
-constexpr bool kFast = false;
-#endif
-
 using namespace vectors;
 
 constexpr int kOutputs = 4, kRows = 6;  // of one tile: 24 sums, 4 + 1 loads, 32 registers

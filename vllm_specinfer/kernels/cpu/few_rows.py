@@ -6,6 +6,7 @@ passes of many rows to torch.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -47,10 +48,11 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
     return lambda x, weight, bias=None: operator(x, weight, bias, most)
 
 
+@cache
 def _describe() -> None:
-    """Tell torch.compile what comes out; more than once does no harm."""
+    """Tell torch.compile what comes out."""
 
-    @torch.library.register_fake("vllm_specinfer::few_rows_linear", allow_override=True)
+    @torch.library.register_fake("vllm_specinfer::few_rows_linear")
     def _(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int
     ) -> torch.Tensor:
