@@ -129,7 +129,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (runner, "sample", "target head and verification", None),
         (TreeSampler, "__call__", None, VERIFY),
         (Sampler, "__call__", None, None),
-        (TreeSampler, "_argmax", None, None),
+        (TreeSampler, "_drawn", None, None),
         # The model state's `commit`, which the sampler holds.
         (runner.rejection_sampler, "_commit", "  of it KV commit", COMMIT),
         (worker, "take_draft_token_ids", "drafting", BUILD),
