@@ -1,16 +1,15 @@
 """P5, P12: specinfer against plain vLLM at every load, and with an SSM that is wrong.
 
-    python benchmarks/load.py [--ssms good wrong] [--contexts 0 2048] [--data mtbench]
-        [--batches 1 2 4 8 16 32] [--temperatures 0 1] [--out FOLDER]
-        [options of `bench`]
+    python benchmarks/load.py [--ssms good wrong] [--contexts 0 2048]
+        [--data mtbench humaneval] [--batches 1 2 4 8 16 32] [--temperatures 0 1]
+        [--out FOLDER] [options of `bench`]
 
-`vllm-specinfer bench` with all answers of one length, on prompts that begin with the
-same tokens, so many with the prompt (0: none), as behind a long system prompt. A batch
-of 32 needs more prompts than MT-bench has: `--data humaneval`.
+`vllm-specinfer bench` with all answers of one length, on the prompts of all data
+together, which begin with the same tokens, so many with the prompt (0: none), as behind
+a long system prompt.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -44,7 +43,7 @@ def main() -> int:
         "--ssms", nargs="+", default=["good"], choices=("good", "wrong")
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[0])
-    parser.add_argument("--data", nargs="+", default=["mtbench"])
+    parser.add_argument("--data", nargs="+", default=["mtbench", "humaneval"])
     parser.add_argument("--out", type=Path, default=Path("runs/load"))
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--pool", type=Path, default=POOL, help="with the SSM")
@@ -52,10 +51,11 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.target or str(assets.smollm2())
     files = []
-    for data, length in itertools.product(args.data, args.contexts):
-        name = Path(data).stem + (f" after {length} tokens" if length else "")
+    prompts = sum((assets.prompt_ids(data, model=target) for data in args.data), [])
+    data = ", ".join(Path(data).stem for data in args.data)
+    for length in args.contexts:
+        name = data + (f" after {length} tokens" if length else "")
         files.append(str(args.out / f"{name}.jsonl"))
-        prompts = assets.prompt_ids(data, model=target)
         with open(files[-1], "w") as file:
             for ids in assets.with_context(prompts, length):
                 file.write(json.dumps({"prompt": ids}) + "\n")
