@@ -58,12 +58,15 @@ def propose(lookups, ssms, num_nodes, tree=SHAPE):
     return tree, drafts.draws[0]
 
 
-def test_the_budget_hears_what_the_ssms_have_not_read():
+def test_the_budget_hears_what_the_ssms_have_not_read_and_what_lookups_found():
     budget, told = Budget(), []
-    budget.drafts = lambda num_reqs, unread: told.append((num_reqs, unread))
+    budget.drafts = lambda *args: told.append(args)
     ssms = [Chain([1, 2], 0.9), Chain([1, 2, 3], 0.9)]
-    SourceSet([Chain([5], 0.1)], ssms, SHAPE, 3, budget).propose(STEP)
-    assert told == [(1, 5)]
+    SourceSet([Chain([5, 6], 0.1)], ssms, SHAPE, 3, budget).propose(STEP)
+    SourceSet([], ssms, SHAPE, 3, budget).propose(STEP)
+    (*first, known), second = told
+    assert first == [1, 5] and second == (1, 5, None)
+    assert np.exp(known) == pytest.approx(np.array([[0.1, 0.01]]))
 
 
 @pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 0 + 2), (1, 6 + 0 + 1)])
@@ -209,7 +212,7 @@ class Stingy(Budget):
 
     def __init__(self, grows=True, drafts=True, least=-np.inf):
         self.grows = lambda num_reqs: grows
-        self.drafts = lambda num_reqs, unread: drafts
+        self.drafts = lambda num_reqs, unread, known: drafts
         self.least_score = lambda scores, drafted: least
 
 

@@ -210,6 +210,13 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
         return mock.patch.object(SpecInferScheduler, "update_draft_token_ids", cut)
 
+    def rows_without_their_path():
+        return mock.patch.multiple(
+            sampler.TreeSampler,
+            _look_back=lambda self, slots: np.zeros(len(slots), bool),
+            _only_draws=lambda self, slots: False,
+        )
+
     def drafts_take_a_second():
         def slow(self):
             drafted = draft(self)
@@ -244,9 +251,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "commit": lambda: mock.patch.object(
             model_state.TreeModelState, "commit", lambda *args: None
         ),
-        "look_back": lambda: mock.patch.object(
-            sampler.TreeSampler, "_look_back", lambda self, slots: [False] * len(slots)
-        ),
+        "look_back": rows_without_their_path,
         "noise": lambda: mock.patch.object(
             noise, "prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
         ),

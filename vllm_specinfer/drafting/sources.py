@@ -118,14 +118,15 @@ class SourceSet:
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
         least = np.full(num_reqs, self._least)
-        proposals, asks = [], False
+        proposals, asks, scores = [], False, None
         grows = most > 0 and self._budget.grows(num_reqs)
         if grows:
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
                 known, _ = merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
-            asks = self._asks_ssms(step, least)
+                scores = known.scores
+            asks = self._asks_ssms(step, least, scores)
             if asks:
                 proposals += self._ask_ssms(step, least)
         if not asks:
@@ -212,12 +213,14 @@ class SourceSet:
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]
 
-    def _asks_ssms(self, step: DraftStep, least: np.ndarray) -> bool:
-        """Whether the SSMs take part in this step."""
+    def _asks_ssms(
+        self, step: DraftStep, least: np.ndarray, known: np.ndarray | None
+    ) -> bool:
+        """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
         if not self.ssms or (len(least) and (least > np.log(SURE)).all()):
             return False
         unread = sum(source.num_unread(step) for source in self.ssms)
-        return self._budget.drafts(len(least), unread)
+        return self._budget.drafts(len(least), unread, known)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
         before, started = self._ssm_work(), time.perf_counter()

@@ -7,6 +7,7 @@ timings (`cost.py`), the chances come from the sources (`calibration.py`).
 Dimension legend: R requests of a step, C candidates per request, N nodes per request.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -50,12 +51,15 @@ class Budget:
         """Whether this step's R trees may have nodes; asked once per step."""
         return True
 
-    def drafts(self, num_reqs: int, unread: int = 0) -> bool:
+    def drafts(
+        self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
+    ) -> bool:
         """Whether asking the SSMs for R requests pays.
 
         Args:
             num_reqs: R, none while in prompts.
             unread: Tokens that the SSMs have not read yet, of all requests and SSMs.
+            known: [R, C] log of the chances of candidates that need no SSM.
         """
         return True
 
@@ -125,23 +129,32 @@ class LoadBudget(Budget):
         self._steps_to_plain = 2 if first else PLAIN_STEPS
         return False
 
-    def drafts(self, num_reqs: int, unread: int = 0) -> bool:
+    def drafts(
+        self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
+    ) -> bool:
         """Whether trees of the usual chances bring more than they cost."""
         if num_reqs:
-            self._drafting = self._drafting_pays(num_reqs, unread)
+            self._drafting = self._drafting_pays(num_reqs, unread, known)
         return self._drafting
 
-    def _drafting_pays(self, num_reqs: int, unread: int) -> bool:
+    def _drafting_pays(
+        self, num_reqs: int, unread: int, known: np.ndarray | None
+    ) -> bool:
         chances = self._profile.value
         if chances is None or not self._step.known:
             return True
         if self._draft.num_timings < LEAST_DRAFTS:
             return True
-        rows = num_reqs * np.arange(2, self._num_nodes + 2)
-        seconds = self._step.seconds(rows, 1.0) + self._draft_seconds(num_reqs)
-        rate = ((1 + CAUTION * np.cumsum(chances)) / seconds).max()
+        tokens, rate, drafting = 1.0, 0.0, self._draft_seconds(num_reqs)
+        for n, chance in enumerate(chances.tolist(), start=1):
+            tokens += CAUTION * chance
+            seconds = self._step.seconds(num_reqs * (n + 1), 1.0) + drafting
+            rate = max(rate, tokens / seconds)
         plain = self._step.seconds(num_reqs)
-        lost = 1 - rate * plain
+        tokens, seconds = num_reqs, plain
+        if known is not None:
+            tokens, seconds, _ = self._worth(num_reqs, known)
+        lost = 1 - rate * num_reqs * seconds / tokens
         reading_steps = self._reading_seconds(unread) / plain
         if lost + reading_steps / PAYBACK_STEPS <= 0:
             self._idle_steps, self._tries = 0, 0
@@ -149,7 +162,8 @@ class LoadBudget(Budget):
         if not self._tries:
             self._idle_steps += 1
             lost_steps = TRIES * max(lost, 0) + reading_steps
-            pause = np.clip(lost_steps / LOST_IN_TRIES, SHORTEST_PAUSE, LONGEST_PAUSE)
+            pause = lost_steps / LOST_IN_TRIES
+            pause = min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
             if self._idle_steps <= pause:
                 return False
             self._idle_steps, self._tries, self._resumes = 0, TRIES, True
@@ -174,10 +188,12 @@ class LoadBudget(Budget):
         if self._profile.value is None or not self._draft.known:
             return super().expands(scores)
         rate = self._tokens_per_second
-        child = CAUTION * self._profile.value[0] - self._step.marginal(1) * rate
-        gained = np.exp(scores) * child - self._draft.marginal(1) * rate
-        pays = gained > 0
-        return pays & (gained[pays].sum() > self._draft.marginal(0, 1) * rate)
+        child = CAUTION * float(self._profile.value[0]) - self._step.marginal(1) * rate
+        row = self._draft.marginal(1) * rate
+        gained = [math.exp(score) * child - row for score in scores.tolist()]
+        level = self._draft.marginal(0, 1) * rate
+        pays = sum(gain for gain in gained if gain > 0) > level
+        return np.array([pays and gain > 0 for gain in gained], bool)
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score of the last node that raises the expected tokens per second."""
@@ -191,15 +207,31 @@ class LoadBudget(Budget):
             self._profile.observe(mean, num_reqs)
         if not self._step.known:
             return -np.inf
-        best = -np.sort(-best[np.isfinite(best)])
-        gained = CAUTION * np.concatenate([[0], np.cumsum(np.exp(best))])
-        nodes = np.arange(len(gained))
-        tokens = num_reqs + gained
-        seconds = self._step.seconds(num_reqs + nodes, nodes > 0)
-        worth = int((tokens / seconds).argmax())
+        tokens, seconds, least = self._worth(num_reqs, best)
         drafting = self._draft_seconds(num_reqs) if drafted else 0.0
-        self._note_rate(float(tokens[worth] / (seconds[worth] + drafting)))
-        return float(best[worth - 1]) if worth else np.inf
+        self._note_rate(tokens / (seconds + drafting))
+        return least
+
+    def _worth(self, num_reqs: int, scores: np.ndarray) -> tuple[float, float, float]:
+        """The best step for R requests that have these candidates.
+
+        Args:
+            num_reqs: R.
+            scores: Of the candidates, -inf where there is none.
+
+        Returns:
+            The tokens that it is expected to bring, its seconds, and the score of its
+            last node; infinity where no node is worth its row.
+        """
+        tokens, seconds = float(num_reqs), self._step.seconds(num_reqs)
+        best = tokens, seconds, np.inf
+        found = sorted(scores[np.isfinite(scores)].tolist(), reverse=True)
+        for n, score in enumerate(found, start=1):
+            tokens += CAUTION * math.exp(score)
+            seconds = self._step.seconds(num_reqs + n, 1.0)
+            if tokens * best[1] > best[0] * seconds:
+                best = tokens, seconds, score
+        return best
 
     def _note_rate(self, rate: float) -> None:
         """Average what recent steps brought per second, their drafting included."""

@@ -23,13 +23,17 @@ class CostLine:
     """
 
     def __init__(self) -> None:
-        # Weighted normal equations of the features 1, rows, extra.
-        self._products = np.zeros((3, 3))
-        self._values = np.zeros(3)
+        self._clear()
         self._pauses = 0
         # The line, and how many timings it lacks.
-        self._solved: np.ndarray | None = None
+        self._solved: list[float] | None = None
         self._num_new = 0
+
+    def _clear(self) -> None:
+        # Weighted normal equations of the features 1, rows, extra. Written in every
+        # step: of so few numbers NumPy takes several times as long.
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._values = [0.0] * 3
 
     @property
     def known(self) -> bool:
@@ -39,7 +43,7 @@ class CostLine:
     @property
     def num_timings(self) -> float:
         """How many timings the line is drawn through; old ones count for less."""
-        return float(self._products[0, 0])
+        return self._products[0][0]
 
     def observe(self, rows: int, seconds: float, extra: float = 0.0) -> None:
         """Take in one timing."""
@@ -47,31 +51,33 @@ class CostLine:
             self._pauses += 1
             if self._pauses < MAX_PAUSES:
                 return
-            self._products *= 0  # not a pause: the machine changed
-            self._values *= 0
+            self._clear()  # not a pause: the machine changed
         self._pauses = 0
-        features = np.array([1.0, rows, extra])
-        self._products = FORGETTING * self._products + np.outer(features, features)
-        self._values = FORGETTING * self._values + features * seconds
+        features = (1.0, float(rows), float(extra))
+        for i, (feature, products) in enumerate(
+            zip(features, self._products, strict=True)
+        ):
+            self._values[i] = FORGETTING * self._values[i] + feature * seconds
+            for j, other in enumerate(features):
+                products[j] = FORGETTING * products[j] + feature * other
         self._num_new += 1
         if self.num_timings < MANY_TIMINGS or self._num_new >= NEW_TIMINGS:
             self._solved = None
 
-    def seconds(
-        self, rows: np.ndarray | float, extra: np.ndarray | float = 0.0
-    ) -> np.ndarray | float:
+    def seconds(self, rows: float, extra: float = 0.0) -> float:
         """What so many rows take; never falls with them."""
         start, slope, more = self._coefficients()
-        return start + slope * np.asarray(rows) + more * np.asarray(extra)
+        return start + slope * rows + more * extra
 
     def marginal(self, rows: float, extra: float = 0.0) -> float:
         """What they add to a step that happens anyway."""
         _, slope, more = self._coefficients()
-        return float(slope * rows + more * extra)
+        return slope * rows + more * extra
 
     def learned(self) -> dict[str, list]:
         """What `recall` takes, as JSON has it."""
-        return {"products": self._products.tolist(), "values": self._values.tolist()}
+        products = [list(row) for row in self._products]
+        return {"products": products, "values": list(self._values)}
 
     def recall(self, learned: dict[str, list]) -> None:
         """Start from what another engine has learned, with little weight.
@@ -81,17 +87,18 @@ class CostLine:
         """
         products = finite(learned["products"], (3, 3))
         values = finite(learned["values"], (3,))
-        if products[0, 0] > 0:
+        if products[0, 0] > 0 and values[0] > 0:
             weight = min(1.0, RECALLED_STEPS / products[0, 0])
-            self._products, self._values = weight * products, weight * values
+            self._products = (weight * products).tolist()
+            self._values = (weight * values).tolist()
             self._solved = None
 
-    def _coefficients(self) -> np.ndarray:
+    def _coefficients(self) -> list[float]:
         """[3] of the features, none negative; 0 while nothing is known."""
         if not self.known:
-            return np.zeros(3)
+            return [0.0] * 3
         if self._solved is None:
-            products, values = self._products.copy(), self._values.copy()
+            products, values = np.array(self._products), np.array(self._values)
             num, row_sum = products[0, :2]
             prior = values[0] / (row_sum + num * PRIOR_ROWS)  # seconds per row
             for at in (1.0, 65.0):
@@ -99,7 +106,8 @@ class CostLine:
                 products += PRIOR_WEIGHT * np.outer(features, features)
                 values += PRIOR_WEIGHT * features * prior * (at + PRIOR_ROWS)
             products[2, 2] += PRIOR_WEIGHT  # the extra costs nothing by itself
-            self._solved, self._num_new = _non_negative(products, values), 0
+            self._solved = _non_negative(products, values).tolist()
+            self._num_new = 0
         return self._solved
 
 

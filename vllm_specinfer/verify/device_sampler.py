@@ -75,9 +75,14 @@ class DeviceTreeSampler(TreeSampler):
         counts = np.array([len(of_request) for of_request in paths])
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
-        draws = self._draws(plan, requests, flat_paths)
-        output = self._sample(logits, batch, requests, flat_paths, draws)
-        targets = output.sampled_token_ids[:, 0]
+        logprobs = num_nans = None
+        if self._only_draws(batch.idx_mapping_np):
+            targets = self._drawn(logits, batch, requests, flat_paths)[:, 0]
+        else:
+            draws = self._draws(plan, requests, flat_paths)
+            output = self._sample(logits, batch, requests, flat_paths, draws)
+            targets = output.sampled_token_ids[:, 0]
+            logprobs, num_nans = output.logprobs_tensors, output.num_nans
         parents = np.where(
             plan.is_tree[:, None], plan.table.parents[plan.slots], np.int32(ROOT)
         )
@@ -100,12 +105,10 @@ class DeviceTreeSampler(TreeSampler):
         rows = first[:, None] + torch.nn.functional.pad(path, (1, 0))
         self._on_time(VERIFY, time.perf_counter() - started)
         accepted = self._commit(input_batch, path, num_accepted)
-        logprobs = None
-        if (found := output.logprobs_tensors) is not None:
-            logprobs = _chosen(found, np.cumsum(counts) - counts, accepted)
-        num_nans = (
-            output.num_nans if output.num_nans is None else output.num_nans[first]
-        )
+        if logprobs is not None:
+            logprobs = _chosen(logprobs, np.cumsum(counts) - counts, accepted)
+        if num_nans is not None:
+            num_nans = num_nans[first]
         return self._emitted(batch, targets[rows], num_accepted + 1, logprobs, num_nans)
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -4,7 +4,6 @@ Dimension legend: R requests of the batch, L logits rows of a step, V vocabulary
 requests whose walk still goes on at some level.
 """
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -107,12 +106,17 @@ class TreeSampler:
                 )
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
+        only_draws = self._only_draws(input_batch.idx_mapping_np)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
-            draws = self._draws(plan, standing, paths)
-            output = self._sample(logits, input_batch, standing, paths, draws)
-            levels.append((standing, output))
-            (sampled,) = read(output.sampled_token_ids)
+            if only_draws:
+                found = self._drawn(logits, input_batch, standing, paths)
+            else:
+                draws = self._draws(plan, standing, paths)
+                output = self._sample(logits, input_batch, standing, paths, draws)
+                levels.append((standing, output))
+                found = output.sampled_token_ids
+            (sampled,) = read(found)
             tokens = sampled[:, 0].tolist()
             for i, token in zip(standing, tokens, strict=True):
                 emitted[i].append(token)
@@ -150,15 +154,6 @@ class TreeSampler:
         slots = batch.idx_mapping_np[requests]
         first = batch.cu_num_logits_np[requests].tolist()
         places = [path[-1] if path else 0 for path in paths]
-        if self._only_draws(slots):
-            rows = list(map(operator.add, first, places))
-            return SamplerOutput(
-                sampled_token_ids=self._drawn(logits, batch, rows, slots),
-                logprobs_tensors=None,
-                num_nans=None,
-                num_sampled=None,
-                num_rejected=None,
-            )
         chains = [
             [0, *path] if looks_back else [place]
             for path, place, looks_back in zip(
@@ -220,18 +215,17 @@ class TreeSampler:
         self,
         logits: torch.Tensor,
         batch: InputBatch,
-        rows: list[int],
-        slots: np.ndarray,
+        requests: Sequence[int],
+        paths: list[list[int]],
     ) -> torch.Tensor:
-        """[G, 1] tokens by logits [L, V], temperature and noise alone.
-
-        Args:
-            logits: [L, V].
-            batch: The step's batch, with depth positions.
-            rows: [G] the rows to draw for.
-            slots: [G] their requests' slots.
-        """
+        """[G, 1] tokens by logits, temperature and noise alone; as `_sample`."""
         states = self.sampler.sampling_states
+        slots = batch.idx_mapping_np[requests]
+        first = batch.cu_num_logits_np[requests].tolist()
+        rows = [
+            start + (path[-1] if path else 0)
+            for start, path in zip(first, paths, strict=True)
+        ]
         if not states.temperature.np[slots].any():
             return self._argmax(logits, rows)
         places, mapping = stage(logits.device, np.array(rows), slots)
@@ -320,7 +314,7 @@ class TreeSampler:
             tokens,
             num_tokens,
             _joined_logprobs(counts, levels),
-            levels[0][1].num_nans,
+            levels[0][1].num_nans if levels else None,
         )
 
     def _emitted(
@@ -363,9 +357,10 @@ def _joined_logprobs(
 
     Args:
         counts: [R] emitted tokens per request.
-        levels: Per level the requests and their rows.
+        levels: Per level the requests and their rows; none where nothing but a draw
+            was asked.
     """
-    if levels[0][1].logprobs_tensors is None:
+    if not levels or levels[0][1].logprobs_tensors is None:
         return None
     ends = np.concatenate([[0], np.cumsum(counts)])
     # The first level has all requests, so no later one is wider.
