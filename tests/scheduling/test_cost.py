@@ -70,3 +70,9 @@ def test_a_feature_that_costs_nothing_does_not_lift_the_line(trees):
         cost.observe(rows, 0.4e-3 * rows * (1 + 0.1 * rng.standard_normal()), trees)
     for rows in (8, 40, 70):
         assert cost.seconds(rows, trees) == pytest.approx(0.4e-3 * rows, rel=0.2)
+
+
+def test_a_file_of_steps_without_seconds_teaches_nothing():
+    line = CostLine()
+    line.recall({"products": [[9.0, 9.0, 0.0]] * 3, "values": [0.0] * 3})
+    assert not line.known
