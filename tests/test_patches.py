@@ -34,7 +34,7 @@ from vllm.model_executor.layers.utils import (
     cpu_linear_kernels, dispatch_cpu_unquantized_gemm
 )
 from vllm_specinfer.hooks import cpu_linear, cpu_v2, speculative_config, stat_loggers
-from vllm_specinfer.kernels.cpu.few_rows import linear_for
+from vllm_specinfer.kernels.cpu.linear import linear_for
 from vllm_specinfer.kernels.cpu import step_kernels
 
 cpu_v2.enable_in_frontend = cpu_v2.disable_in_frontend = lambda: None

@@ -49,11 +49,9 @@ def on_two_ranks(
     states = two.collective_rpc(state_of)
     config = {METHOD: llm["speculative_config"]}
     settings = BenchSettings("", config, [""], batches=[2], max_tokens=16)
-    ((measured,),) = (
-        methods.values()
-        for methods in measure(settings, {METHOD: two}, {"": PROMPTS}, "").values()
-    )
-    return [list(o.outputs[0].token_ids) for o in outputs], states, measured
+    ((_, measured),) = measure(settings, {METHOD: two}, {"": PROMPTS}, "")
+    texts = [list(o.outputs[0].token_ids) for o in outputs]
+    return texts, states, measured[METHOD]
 
 
 @pytest.fixture(scope="module")

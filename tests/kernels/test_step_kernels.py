@@ -1,6 +1,7 @@
 """Each CPU step kernel gives what vLLM's Triton kernel gives on random inputs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import step_kernel_cases
@@ -9,12 +10,6 @@ from interpreter import outputs_of
 
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import chain_rejection, step_kernels
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    folder = tmp_path_factory.mktemp("references")
-    return outputs_of(step_kernel_cases.__file__, folder)
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +21,18 @@ def replaced_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu_v2.disable_in_frontend()
 
 
-@pytest.mark.parametrize("name", step_kernel_cases.CASES)
-def test_replacement_equals_the_triton_kernel(
-    references: dict[str, list[dict]], name: str
+def test_replacements_equal_the_triton_kernels(
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    for got, expected in zip(
-        step_kernel_cases.run(name), references[name], strict=True
-    ):
+    # One test: the kernels take a minute to interpret, and workers share nothing.
+    references = outputs_of(step_kernel_cases.__file__, tmp_path)
+    for name in step_kernel_cases.CASES:
+        with subtests.test(name):
+            compare(step_kernel_cases.run(name), references[name])
+
+
+def compare(found: list[dict], references: list[dict]) -> None:
+    for got, expected in zip(found, references, strict=True):
         assert got.keys() == expected.keys()
         for key, reference in expected.items():
             # A leading ~ marks sums whose order the two may choose differently.

@@ -76,7 +76,7 @@ class DraftHead:
         self._rows = rows.to(torch.bfloat16)
         self._linear = nn.functional.linear
         if is_host(rows.device):
-            from vllm_specinfer.kernels.cpu.few_rows import linear_for
+            from vllm_specinfer.kernels.cpu.linear import linear_for
 
             self._linear = linear_for(self._rows) or self._linear
 

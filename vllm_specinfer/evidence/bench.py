@@ -96,7 +96,7 @@ Prompts = dict[str, list[list[int]]]
 
 
 def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
-    """Measure all cells and write tables and pictures.
+    """Measure all cells and write tables and pictures, anew after each cell.
 
     Args:
         out: The folder.
@@ -111,9 +111,15 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
         OSError: A file is missing or the disk is full.
     """
     prompts = load_prompts(settings)
-    results = joined(_measured_starts(settings, prompts))
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "bench.json", circumstances(settings, command))
+    results: Results = {}
+    for start in range(settings.starts):
+        arguments = settings, prompts, start, results, out
+        if settings.starts == 1:
+            results = _measure_start(*arguments)
+        else:
+            results = in_a_process(_measure_start, *arguments)
     return report(out, results)
 
 
@@ -152,15 +158,6 @@ def _is_ngram(config: dict[str, Any] | None) -> bool:
     return config is not None and config["method"] == "ngram"
 
 
-def _measured_starts(settings: BenchSettings, prompts: Prompts) -> Iterator[Results]:
-    """The results of each start."""
-    if settings.starts == 1:
-        yield _measure_start(settings, prompts, 0)
-        return
-    for start in range(settings.starts):
-        yield in_a_process(_measure_start, settings, prompts, start)
-
-
 def joined(measured: Iterable[Results]) -> Results:
     """One measurement of several."""
     found: Results = {}
@@ -172,8 +169,14 @@ def joined(measured: Iterable[Results]) -> Results:
     return found
 
 
-def _measure_start(settings: BenchSettings, prompts: Prompts, start: int) -> Results:
-    """Start all engines and measure all cells; every second time in reverse order."""
+def _measure_start(
+    settings: BenchSettings, prompts: Prompts, start: int, before: Results, out: Path
+) -> Results:
+    """Start all engines and measure all cells; every second time in reverse order.
+
+    Returns:
+        The results with those from before.
+    """
     names = [PLAIN, *settings.configs]
     if start % 2:
         names.reverse()
@@ -186,7 +189,11 @@ def _measure_start(settings: BenchSettings, prompts: Prompts, start: int) -> Res
         for name in tqdm(names, desc="starting engines" + of)
     }
     engines = {name: engines[name] for name in (PLAIN, *settings.configs)}
-    return measure(settings, engines, prompts, "turns" + of)
+    results: Results = {}
+    for cell, methods in measure(settings, engines, prompts, "turns" + of):
+        results[cell] = methods
+        report(out, joined([before, results]))
+    return joined([before, results])
 
 
 def start_method(settings: BenchSettings, prompts: Prompts, name: str) -> Any:
@@ -203,8 +210,8 @@ def start_method(settings: BenchSettings, prompts: Prompts, name: str) -> Any:
 
 def measure(
     settings: BenchSettings, engines: dict[str, Any], prompts: Prompts, title: str
-) -> Results:
-    """All cells, with a progress bar over the engines' turns."""
+) -> Iterator[tuple[Cell, dict[str, Measured]]]:
+    """Cell by cell what each engine did, with a progress bar over their turns."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -215,7 +222,6 @@ def measure(
     }
     turns = {cell: num_turns(len(found), cell[2]) for cell, found in chosen_of.items()}
     num_turns_in_all = sum(turns.values()) + len(turns)
-    results: Results = {}
     with tqdm(total=num_turns_in_all * len(engines), desc=title) as bar:
         for cell in settings.cells:
             chosen, temperature, batch = chosen_of[cell], *cell[1:]
@@ -244,10 +250,7 @@ def measure(
                 order.rotate(-1)
             for one in traffic.values():
                 one.finish()
-            results[cell] = {
-                name: traffic[name].measured(logs[name]) for name in engines
-            }
-    return results
+            yield cell, {name: traffic[name].measured(logs[name]) for name in engines}
 
 
 def choose(prompts: list[list[int]], batch: int, max_turns: int) -> list[list[int]]:

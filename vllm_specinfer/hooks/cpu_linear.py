@@ -18,7 +18,7 @@ def install() -> None:
     from vllm.model_executor.layers import utils
 
     from vllm_specinfer.config import SpecInferConfig
-    from vllm_specinfer.kernels.cpu.few_rows import linear_for
+    from vllm_specinfer.kernels.cpu.linear import linear_for
 
     original = utils.dispatch_cpu_unquantized_gemm
     if hasattr(original, _MARK):

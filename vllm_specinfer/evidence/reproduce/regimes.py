@@ -98,7 +98,7 @@ def compare(
 def _alone(settings: BenchSettings, prompts: Prompts, name: str, title: str) -> Results:
     """What one engine does, which then ends its ranks."""
     llm = start_method(settings, prompts, name)
-    results = measure(settings, {name: llm}, prompts, title)
+    results = dict(measure(settings, {name: llm}, prompts, title))
     core_of(llm).shutdown()
     return results
 

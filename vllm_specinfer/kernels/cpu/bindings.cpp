@@ -10,6 +10,7 @@
 #include "commit.cpp"
 #include "few_rows.cpp"
 #include "gumbel.cpp"
+#include "row_panels.cpp"
 #include "tree_attention.cpp"
 
 namespace {
@@ -132,8 +133,10 @@ pybind11::array_t<int64_t> gumbel_contenders(
   return pybind11::array_t<int64_t>(found.size(), found.data());
 }
 
+constexpr int64_t kFewRows = 26;  // where a row's dot products are the quicker ones
+
 // x weight^T + bias; more than `most` rows of x go through torch.
-Tensor few_rows_linear(const Tensor& x, const Tensor& weight,
+Tensor linear(const Tensor& x, const Tensor& weight,
                        const std::optional<Tensor>& bias, int64_t most) {
   const int64_t k = weight.size(1), m = x.numel() / k;
   if (m > most) return at::linear(x, weight, bias);
@@ -148,9 +151,10 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight,
   const Tensor rows = x.to(at::kFloat).contiguous();
   const Tensor offsets = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   auto run = [&]<class T>(T* out) {
-    few_rows::run(few_rows::Product<T>{
+    const product::Product<T> product{
         rows.const_data_ptr<float>(), weight.const_data_ptr<T>(),
-        bias ? offsets.const_data_ptr<float>() : nullptr, out, m, weight.size(0), k});
+        bias ? offsets.const_data_ptr<float>() : nullptr, out, m, weight.size(0), k};
+    m > kFewRows ? row_panels::run(product) : few_rows::run(product);
   };
   switch (x.scalar_type()) {
     case at::kFloat: run(y.mutable_data_ptr<float>()); break;
@@ -163,10 +167,10 @@ Tensor few_rows_linear(const Tensor& x, const Tensor& weight,
 }  // namespace
 
 TORCH_LIBRARY(vllm_specinfer, m) {
-  m.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias, int most) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int most) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
-  m.impl("few_rows_linear", &few_rows_linear);
+  m.impl("linear", &linear);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -1,29 +1,23 @@
 // x W^T of few rows x: the weights are read once, in the order they lie in, and the next
 // ones fetched meanwhile, so that the rows of a tree cost little more than one.
 //
-// Legend: M rows, N outputs, K inputs. x [M, K] float32, W [N, K], y [M, N] as W.
+// Legend as in product.cpp.
+#pragma once
 #include <algorithm>
 #include <cstdint>
 
 #include <ATen/Parallel.h>
 
+#include "product.cpp"
 #include "vectors.cpp"
 
 namespace few_rows {
 
 using namespace vectors;
+using product::Product;
 
 constexpr int kOutputs = 4, kRows = 6;  // of one tile: 24 sums, 4 + 1 loads, 32 registers
 constexpr int64_t kLine = 64;           // bytes
-
-template <class T>
-struct Product {
-  const float* x;
-  const T* w;
-  const float* bias;  // may be null
-  T* y;
-  int64_t m, n, k;
-};
 
 // Sums of four vectors.
 inline void sums(const Vec (&v)[4], float (&out)[4]) {

@@ -25,7 +25,7 @@ typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t BVec __attribute__((vector_size(kLanes)));
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // which is x, unlike x + 0
 
 inline Vec load(const float* p) {
   Vec v;
@@ -118,6 +118,39 @@ inline float reduce_add(Vec v) {
   float s = 0;
   for (int i = 0; i < kLanes; ++i) s += v[i];
   return s;
+#endif
+}
+
+// As many rows as a vector has lanes, `from` apart, into columns, `to` apart.
+inline void transpose(const float* rows, int64_t from, float* columns, int64_t to) {
+#ifdef __AVX512F__
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows + i * from);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(b[i + j]);
+      const __m512d high = _mm512_castps_pd(b[i + j + 2]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 16; j += 8) {
+      b[j + i] = _mm512_shuffle_f32x4(a[j + i], a[j + i + 4], 0x88);
+      b[j + i + 4] = _mm512_shuffle_f32x4(a[j + i], a[j + i + 4], 0xdd);
+    }
+  for (int i = 0; i < 8; ++i) {
+    const __m512 first = _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88);
+    const __m512 second = _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd);
+    _mm512_storeu_ps(columns + i * to, first);
+    _mm512_storeu_ps(columns + (i + 8) * to, second);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) columns[j * to + i] = rows[i * from + j];
 #endif
 }
 

@@ -1,6 +1,6 @@
 """A target's linear layers by rows of a step: this package's kernel over vLLM's oneDNN.
 
-    python benchmarks/few_rows.py [--dtype bfloat16] [--rows 1 4 9 16 32 64]
+    python benchmarks/linear.py [--dtype bfloat16] [--rows 1 4 9 16 32 64]
 
 All layers of a Llama-like model one after the other, random weights, both ways in turn;
 medians. One row is plain decoding at batch 1, a tree of 8 nodes has 9.
@@ -40,7 +40,7 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     from vllm_specinfer import assets
-    from vllm_specinfer.kernels.cpu.few_rows import linear_for
+    from vllm_specinfer.kernels.cpu.linear import linear_for
 
     current_platform.import_kernels()
     dtype = getattr(torch, args.dtype)

@@ -1,4 +1,4 @@
-"""Linear layers of few rows: products, what is left to vLLM, and who gets them."""
+"""Linear layers on a CPU: products, what is left to vLLM, and who gets them."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,8 @@ from vllm.model_executor.layers import utils
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.hooks import cpu_linear
-from vllm_specinfer.kernels.cpu import few_rows
-from vllm_specinfer.kernels.cpu.few_rows import MOST_ROWS, linear_for
+from vllm_specinfer.kernels.cpu import linear as cpu_kernels
+from vllm_specinfer.kernels.cpu.linear import MOST_ROWS, linear_for
 
 DTYPES = list(MOST_ROWS)
 # Outputs that leave a part of a tile, fewer than one, and one thread without work.
@@ -41,8 +41,8 @@ def test_every_row_is_multiplied_by_every_output(dtype, shape, bias):
     weight = random(*shape, dtype=dtype, seed=1)
     offsets = random(shape[0], dtype=dtype, seed=2) if bias else None
     multiply = linear_for(weight)
-    most = MOST_ROWS[dtype]
-    for rows in [*range(1, 14), 25, most, most + 1]:
+    # Dot products to 26 rows; above, panels of up to 64 rows; in float32 torch at last.
+    for rows in [*range(1, 14), 25, 26, 27, 32, 33, 48, 64, 65, 100, 129, 256, 257]:
         x = random(rows, shape[1], dtype=dtype)
         exact = x.double() @ weight.double().T + (offsets.double() if bias else 0)
         found = multiply(x, weight, offsets)
@@ -104,7 +104,7 @@ def test_without_a_compiler_or_beside_tiles_weights_are_left_to_vllm(monkeypatch
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert linear_for(torch.zeros(8, 32, dtype=torch.bfloat16)) is None
     assert linear_for(torch.zeros(8, 32)) is not None
-    monkeypatch.setattr(few_rows.extension, "load", lambda: None)
+    monkeypatch.setattr(cpu_kernels.extension, "load", lambda: None)
     assert linear_for(torch.zeros(8, 32)) is None
 
 

@@ -1,8 +1,9 @@
-"""Linear layers of few rows: the C++ kernel, and where it is worth its place.
+"""Linear layers of a step's rows: C++ kernels, and where they are worth their place.
 
 vLLM multiplies with oneDNN, on weights that oneDNN has rearranged, whose time grows
-with every row of a tree. The kernel reads the weights as they are, once, and leaves
-passes of many rows to torch.
+with every row of a tree. The kernels read the weights as they are: `few_rows.cpp` once,
+in their order, `row_panels.cpp` for some tens of rows and more. Passes of very many
+rows are left to torch.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,9 @@ import torch
 
 from vllm_specinfer.kernels.cpu import extension
 
-# Rows up to which the kernel is the faster one. Where a CPU has no instructions of its
-# own for bfloat16 that are worth the name, its products in float32 are hard to beat.
-MOST_ROWS = {torch.float32: 48, torch.bfloat16: 256}
+# Rows up to which torch is not the faster one. Where a CPU has no instructions of its
+# own for bfloat16 that are worth the name, products in float32 are hard to beat.
+MOST_ROWS = {torch.float32: 256, torch.bfloat16: 8192}
 _MULTIPLE = 16  # of weights in a row: a vector of them
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -44,7 +45,7 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
     ):
         return None
     _describe()
-    operator = torch.ops.vllm_specinfer.few_rows_linear.default
+    operator = torch.ops.vllm_specinfer.linear.default
     return lambda x, weight, bias=None: operator(x, weight, bias, most)
 
 
@@ -52,7 +53,7 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
 def _describe() -> None:
     """Tell torch.compile what comes out."""
 
-    @torch.library.register_fake("vllm_specinfer::few_rows_linear")
+    @torch.library.register_fake("vllm_specinfer::linear")
     def _(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int
     ) -> torch.Tensor:
