@@ -133,11 +133,12 @@ pybind11::array_t<int64_t> gumbel_contenders(
   return pybind11::array_t<int64_t>(found.size(), found.data());
 }
 
-constexpr int64_t kFewRows = 26;  // where a row's dot products are the quicker ones
+// Where dot products are quicker than panels whose last vectors are mostly empty.
+constexpr bool few(int64_t rows) { return rows < 13 || (rows > 16 && rows < 26); }
 
 // x weight^T + bias; more than `most` rows of x go through torch.
-Tensor linear(const Tensor& x, const Tensor& weight,
-                       const std::optional<Tensor>& bias, int64_t most) {
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              int64_t most) {
   const int64_t k = weight.size(1), m = x.numel() / k;
   if (m > most) return at::linear(x, weight, bias);
   TORCH_CHECK(x.size(-1) == k && k % vectors::kLanes == 0 && weight.is_contiguous() &&
@@ -148,17 +149,29 @@ Tensor linear(const Tensor& x, const Tensor& weight,
   auto shape = x.sizes().vec();
   shape.back() = weight.size(0);
   const Tensor y = at::empty(shape, x.options());
-  const Tensor rows = x.to(at::kFloat).contiguous();
   const Tensor offsets = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  auto run = [&]<class T>(T* out) {
-    const product::Product<T> product{
-        rows.const_data_ptr<float>(), weight.const_data_ptr<T>(),
-        bias ? offsets.const_data_ptr<float>() : nullptr, out, m, weight.size(0), k};
-    m > kFewRows ? row_panels::run(product) : few_rows::run(product);
+  auto run = [&]<class T, class X>(T, X, const Tensor& rows) {
+    using Product = product::Product<T, X>;
+    const Product product{(const X*)rows.const_data_ptr(),
+                          (const typename Product::Weight*)weight.const_data_ptr(),
+                          bias ? offsets.const_data_ptr<float>() : nullptr,
+                          y.mutable_data_ptr<T>(),
+                          m,
+                          weight.size(0),
+                          int64_t(k * sizeof(T) / sizeof(typename Product::Weight))};
+    few(m) ? few_rows::run(product) : row_panels::run(product);
   };
   switch (x.scalar_type()) {
-    case at::kFloat: run(y.mutable_data_ptr<float>()); break;
-    case at::kBFloat16: run(y.mutable_data_ptr<c10::BFloat16>()); break;
+    case at::kFloat: run(float(), float(), x.contiguous()); break;
+    case at::kBFloat16:
+#ifdef __AVX512BF16__
+      if (k % (2 * vectors::kLanes) == 0) {
+        run(c10::BFloat16(), vectors::Pair(), x.contiguous());
+        break;
+      }
+#endif
+      run(c10::BFloat16(), float(), x.to(at::kFloat).contiguous());
+      break;
     default: TORCH_CHECK(false, "x must be float32 or bfloat16");
   }
   return y;

@@ -40,10 +40,11 @@ inline void sums(const Vec (&v)[4], float (&out)[4]) {
 
 // `rows` rows from `row` on by `cols` outputs from `col` on. With each step along K,
 // `lines` cache lines from `next` on are fetched.
-template <int rows, int cols, class T>
-void tile(const Product<T>& p, int64_t row, int64_t col, const char* next, int lines) {
-  const float* x = p.x + row * p.k;
-  const T* w = p.w + col * p.k;
+template <int rows, int cols, class T, class X>
+void tile(const Product<T, X>& p, int64_t row, int64_t col, const char* next,
+          int lines) {
+  const X* x = p.x + row * p.k;
+  const auto* w = p.w + col * p.k;
   Vec acc[rows][4] = {};
   for (int64_t k = 0; k < p.k; k += kLanes) {
     Vec weights[cols];
@@ -54,7 +55,7 @@ void tile(const Product<T>& p, int64_t row, int64_t col, const char* next, int l
     for (int i = 0; i < rows; ++i) {
       const Vec value = load(x + i * p.k + k);
 #pragma GCC unroll 4
-      for (int j = 0; j < cols; ++j) acc[i][j] += value * weights[j];
+      for (int j = 0; j < cols; ++j) add_product(acc[i][j], value, weights[j], X());
     }
   }
   for (int i = 0; i < rows; ++i) {
@@ -66,8 +67,8 @@ void tile(const Product<T>& p, int64_t row, int64_t col, const char* next, int l
   }
 }
 
-template <int cols, class T>
-void tile(const Product<T>& p, int rows, int64_t row, int64_t col, const char* next,
+template <int cols, class T, class X>
+void tile(const Product<T, X>& p, int rows, int64_t row, int64_t col, const char* next,
           int lines) {
   switch (rows) {
     case 1: return tile<1, cols>(p, row, col, next, lines);
@@ -81,8 +82,8 @@ void tile(const Product<T>& p, int rows, int64_t row, int64_t col, const char* n
 
 // All rows by the outputs from `col` on; meanwhile `lines` cache lines per step along K
 // are fetched from `next` on.
-template <class T>
-void strip(const Product<T>& p, int64_t col, const char* next, int lines) {
+template <class T, class X>
+void strip(const Product<T, X>& p, int64_t col, const char* next, int lines) {
   int tiles = (p.m + kRows - 1) / kRows;
   for (int64_t row = 0; row < p.m; --tiles) {
     const int rows = (p.m - row) / tiles;
@@ -98,13 +99,13 @@ void strip(const Product<T>& p, int64_t col, const char* next, int lines) {
   }
 }
 
-template <class T>
-void run(const Product<T>& p) {
+template <class T, class X>
+void run(const Product<T, X>& p) {
   const int64_t strips = (p.n + kOutputs - 1) / kOutputs;
-  const int lines = kOutputs * kLanes * sizeof(T) / kLine;
+  const int lines = kOutputs * kLanes * sizeof(*p.w) / kLine;
   at::parallel_for(0, strips, 1, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
-      const T* next = p.w + (s + 1) * kOutputs * p.k;
+      const auto* next = p.w + (s + 1) * kOutputs * p.k;
       strip(p, s * kOutputs, (const char*)next, s + 1 < end ? lines : 0);
     }
   });

@@ -2,8 +2,8 @@
 
 vLLM multiplies with oneDNN, on weights that oneDNN has rearranged, whose time grows
 with every row of a tree. The kernels read the weights as they are: `few_rows.cpp` once,
-in their order, `row_panels.cpp` for some tens of rows and more. Passes of very many
-rows are left to torch.
+in their order, `row_panels.cpp` for some tens of rows and more; pairs of bfloat16 are
+multiplied as such where the CPU can. Passes of very many rows are left to torch.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import torch
 
 from vllm_specinfer.kernels.cpu import extension
 
-# Rows up to which torch is not the faster one. Where a CPU has no instructions of its
-# own for bfloat16 that are worth the name, products in float32 are hard to beat.
+# Rows up to which torch is not the faster one.
 MOST_ROWS = {torch.float32: 256, torch.bfloat16: 8192}
 _MULTIPLE = 16  # of weights in a row: a vector of them
 

@@ -46,9 +46,10 @@ inline std::vector<Panel> panels_of(int64_t m) {
 }
 
 // The rows of a vector into its columns of the panel; what is no row is 0.
-inline void fill(const float* x, int64_t k, const Panel& p, int vector, float* panel) {
+template <class X>
+void fill(const X* x, int64_t k, const Panel& p, int vector, float* panel) {
   const int first = vector * kLanes, rows = std::min(kLanes, p.rows - first);
-  const float* from = x + (p.row + first) * k;
+  const X* from = x + (p.row + first) * k;
   float block[kLanes * kLanes] = {};
   for (int64_t i = 0; i < k; i += kLanes) {
     for (int r = 0; r < rows; ++r) store(block + r * kLanes, load(from + r * k + i));
@@ -59,18 +60,18 @@ inline void fill(const float* x, int64_t k, const Panel& p, int vector, float* p
 
 // `outs` outputs of a panel into sums [outs, V * lanes], while the weights behind them
 // are fetched.
-template <int V, int outs, class T>
-void tile(const Product<T>& p, const float* panel, int64_t output, float* sums) {
-  const T* w = p.w + output * p.k;
+template <int V, int outs, class T, class X>
+void tile(const Product<T, X>& p, const float* panel, int64_t output, float* sums) {
+  const auto* w = p.w + output * p.k;
   Vec acc[outs][V];
   for (int j = 0; j < outs; ++j)
     for (int v = 0; v < V; ++v) acc[j][v] = splat(p.bias ? p.bias[output + j] : 0);
   for (int64_t k = 0; k < p.k; k += kInputs) {
     const int inputs = std::min<int64_t>(kInputs, p.k - k);
-    const float* weights;
+    const X* weights;
     int64_t stride = p.k;
-    float converted[outs * kInputs];
-    if constexpr (std::is_same_v<T, float>) {
+    X converted[outs * kInputs];
+    if constexpr (sizeof(*w) == sizeof(X)) {
       weights = w + k;
     } else {
       for (int j = 0; j < outs; ++j)
@@ -91,7 +92,7 @@ void tile(const Product<T>& p, const float* panel, int64_t output, float* sums) 
       for (int j = 0; j < outs; ++j) {
         const Vec weight = splat(weights[j * stride + i]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[j][v] += values[v] * weight;
+        for (int v = 0; v < V; ++v) add_product(acc[j][v], values[v], weight, X());
       }
     }
   }
@@ -100,8 +101,9 @@ void tile(const Product<T>& p, const float* panel, int64_t output, float* sums) 
 }
 
 // At most `kOutputs` outputs of a panel, from `begin` on.
-template <int V, class T>
-void outputs(const Product<T>& p, const Panel& rows, const float* panel, int64_t begin) {
+template <int V, class T, class X>
+void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
+             int64_t begin) {
   const int count = std::min<int64_t>(kOutputs, p.n - begin);
   float sums[kOutputs * V * kLanes], block[kLanes * kLanes];
   int j = 0;
@@ -121,8 +123,8 @@ void outputs(const Product<T>& p, const Panel& rows, const float* panel, int64_t
     }
 }
 
-template <class T>
-void run(const Product<T>& p) {
+template <class T, class X>
+void run(const Product<T, X>& p) {
   const std::vector<Panel> panels = panels_of(p.m);
   const int64_t vectors = (p.m + kLanes - 1) / kLanes;
   const auto x = std::make_unique_for_overwrite<float[]>(vectors * kLanes * p.k);

@@ -32,6 +32,22 @@ inline Vec load(const float* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+inline void add_product(Vec& sum, Vec a, Vec b, float) { sum += a * b; }
+#ifdef __AVX512BF16__
+// Two factors in a lane, for CPUs that multiply them as they are.
+struct Pair {
+  c10::BFloat16 first, second;
+};
+inline Vec splat(Pair p) {
+  int32_t bits;
+  std::memcpy(&bits, &p, sizeof bits);
+  return (Vec)_mm512_set1_epi32(bits);
+}
+inline Vec load(const Pair* p) { return load((const float*)p); }
+inline void add_product(Vec& sum, Vec a, Vec b, Pair) {
+  sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
 inline Vec load(const c10::BFloat16* p) {
   HVec h;
   std::memcpy(&h, p, sizeof h);
