@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.evidence import bench
 from vllm_specinfer.evidence.bench import Traffic, choose, num_turns
 from vllm_specinfer.evidence.measured import Measured, report
 
@@ -137,7 +138,8 @@ def test_prompts_are_chosen_for_as_many_turns(batch, max_turns):
 
 
 def measured(seconds, tokens, texts, steps):
-    return Measured(np.array(tokens), np.array(seconds), texts, [0.5, 1.5], steps)
+    times = np.array(tokens), np.array(seconds)
+    return Measured(*times, texts, [0.5, 1.5], Counter(steps))
 
 
 def test_ratios_are_those_of_the_same_batch(tmp_path):
@@ -166,6 +168,37 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     of_quick = [("ssm0", 1.0), ("suffix", 0.5)]
     found = [(r["source"], float(r["accepted per step"])) for r in sources]
     assert found == of_quick * 2 and {r["method"] for r in sources} == {"quick"}
+
+
+def test_a_bench_that_is_cut_off_has_its_finished_cells(monkeypatch, tmp_path):
+    turns = iter(range(1, 9))
+
+    def measure(settings, engines, prompts, title):
+        for cell in settings.cells:
+            turn = next(turns)
+            if turn == 4:
+                raise KeyboardInterrupt
+            one = measured([1.0], [10 * turn], [[1]], {1: 10})
+            yield cell, {name: one for name in engines}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "start_method", lambda *_: None)
+    monkeypatch.setattr(bench, "load_prompts", lambda settings: {})
+    monkeypatch.setattr(bench, "in_a_process", lambda run, *given: run(*given))
+    config = {"ours": {"method": "specinfer"}}
+    settings = bench.BenchSettings("", config, ["p"], batches=[1, 2], starts=2)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench(tmp_path, settings, ["bench"])
+    # Both cells of the first start, the first one of the second.
+    assert [
+        (r["batch"], r["method"], r["tokens"]) for r in rows_of(tmp_path / "turns.csv")
+    ] == [
+        (batch, method, str(tokens))
+        for batch, counts in (("1", (10, 30)), ("2", (20,)))
+        for method in ("plain", "ours")
+        for tokens in counts
+    ]
+    assert json.loads((tmp_path / "bench.json").read_text())["command"] == ["bench"]
 
 
 @pytest.mark.parametrize(
