@@ -11,7 +11,8 @@ from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
-from vllm_specinfer.drafting.children import ChildChooser
+from vllm_specinfer.device import is_host
+from vllm_specinfer.drafting.children import ChildChooser, Coupled
 from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
@@ -53,7 +54,7 @@ def load_sources(
         ssms.append(
             NeuralSource(
                 ssm,
-                ChildChooser(spec.verification_rule, number),
+                ChildChooser(spec.verification_rule, number, _coupled_on(device)),
                 source.tree or spec.tree,
                 source.num_speculative_tokens or num_nodes,
                 budget,
@@ -75,6 +76,15 @@ def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
         sources.learned()["predictors"],
     )
     return BudgetMemory(file, sources)
+
+
+def _coupled_on(device: torch.device) -> Coupled | None:
+    """The C++ kernel, a tenth of a step's choices; None where there is none."""
+    if not is_host(device):
+        return None
+    from vllm_specinfer.kernels.cpu import extension
+
+    return getattr(extension.load(), "coupled_children", None)
 
 
 def _give_predictors(sources: SourceSet, file: str | None) -> None:

@@ -5,7 +5,12 @@ import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_specinfer.drafting.children import ChildChooser, DraftRows
+from vllm_specinfer.drafting.children import (
+    ChildChooser,
+    DraftRows,
+    coupled_children,
+)
+from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.noise import gumbel_noise
 from vllm_specinfer.tree.proposals import NO_DRAW
 from vllm_specinfer.tree.token_tree import ROOT
@@ -133,3 +138,32 @@ def test_coupled_children_share_the_noise_of_plain_decoding():
         order = np.argsort(-(LOGITS / 0.5 + noise))
         assert found.tokens[f].tolist() == TOKENS[order[:2]].tolist()
         assert found.scores[f, 0] > found.scores[f, 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernel_of_coupled_children_equals_its_definition(seed):
+    rng = np.random.default_rng(seed)
+    count, size = 300, 40
+    logprobs = rng.standard_normal((count, size)) * rng.choice(
+        [0.5, 3.0, 30.0], (count, 1)
+    )
+    logprobs = -np.sort(-logprobs).astype(np.float32)
+    tokens = np.argsort(rng.random((count, 50_000)), axis=1)[:, :size]
+    given = (
+        logprobs,
+        tokens,
+        rng.integers(-(1 << 63), 1 << 63, count),
+        rng.integers(0, 1 << 31, count),
+        rng.choice([0.3, 1.0, 2.0], count).astype(np.float32),
+        rng.choice([1, 2, 10, 50_000], count).astype(np.int32),
+        rng.choice([0.2, 0.9, 1.0], count).astype(np.float32),
+        rng.choice([0.0, 0.05, 0.5], count).astype(np.float32),
+    )
+    for k in (1, 4, size):
+        scores, chosen = coupled_children(*given, k)
+        found, ours = extension.load().coupled_children(*given, k)
+        assert np.array_equal(np.isfinite(found), np.isfinite(scores))
+        some = np.isfinite(scores)
+        assert found[some] == pytest.approx(scores[some], abs=1e-4)
+        assert np.array_equal(ours[some], chosen[some])
+    assert (some.sum(axis=1) == 1).any() and some.all(axis=1).any()

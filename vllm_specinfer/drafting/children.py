@@ -15,6 +15,7 @@ draws are made from, and so little of it is all that a test needs to remember.
 Dimension legend: F rows of one level, M likeliest tokens of each, K children.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,9 @@ NUM_CANDIDATES = 128
 FLAT_ACCEPTANCE = 0.4
 _MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
 _SEED_STEP = 0x9E3779B97F4A7C15  # seeds of the sources of one engine lie this far apart
+
+# What `coupled_children` is.
+Coupled = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,21 @@ class Children:
 class ChildChooser:
     """Chooses children by one verification rule."""
 
-    def __init__(self, verification: str, source: int = 0) -> None:
+    def __init__(
+        self,
+        verification: str,
+        source: int = 0,
+        coupled: Coupled | None = None,
+    ) -> None:
         """Make the chooser of one source.
 
         Args:
             verification: "coupled", "mss", "rrs" or "naive".
             source: Its number: the draws of two sources must be independent.
+            coupled: Does what `coupled_children` does, which is the default.
         """
         self._coupled = verification == "coupled"
+        self._best = coupled or coupled_children
         self._seed_offset = source * _SEED_STEP
         self._replaces = verification != "rrs"
 
@@ -115,16 +126,22 @@ class ChildChooser:
         sampled = np.flatnonzero(rows.temperatures)
         if not len(sampled):
             return Children(scores, children)
-        q = _sampling_distribution(logprobs, rows)
         if self._coupled:
-            scores[sampled], children[sampled] = _coupled(
-                q[sampled],
+            scores[sampled], children[sampled] = self._best(
+                logprobs[sampled],
                 tokens[sampled],
                 rows.seeds[sampled],
-                rows.roots[sampled] + rows.depths[sampled],
+                (rows.roots + rows.depths)[sampled],
+                rows.temperatures[sampled],
+                rows.top_k[sampled],
+                rows.top_p[sampled],
+                rows.min_p[sampled],
                 k,
             )
             return Children(scores, children)
+        q = _sampling_distribution(
+            logprobs, rows.temperatures, rows.top_k, rows.top_p, rows.min_p
+        )
         places = np.full((len(tokens), k), NO_DRAW, np.int64)
         drawn_from = np.zeros((len(tokens), k, tokens.shape[1]))
         for f in sampled.tolist():
@@ -144,30 +161,52 @@ class ChildChooser:
         )
 
 
-def _sampling_distribution(logprobs: np.ndarray, rows: DraftRows) -> np.ndarray:
+def _sampling_distribution(
+    logprobs: np.ndarray,
+    temperatures: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+) -> np.ndarray:
     """[F, M] float64: the SSM's distribution under the requests' parameters."""
-    temperature = np.where(rows.temperatures > 0, rows.temperatures, 1.0)[:, None]
+    temperature = np.where(temperatures > 0, temperatures, 1.0)[:, None]
     q = np.exp((logprobs - logprobs[:, :1]).astype(np.float64) / temperature)
-    q[q < rows.min_p[:, None] * q[:, :1]] = 0
-    q[np.arange(q.shape[1]) >= rows.top_k[:, None]] = 0
+    q[q < min_p[:, None] * q[:, :1]] = 0
+    q[np.arange(q.shape[1]) >= top_k[:, None]] = 0
     q /= q.sum(axis=1, keepdims=True)
     before = np.cumsum(q, axis=1) - q
-    q[before >= rows.top_p[:, None]] = 0
+    q[(before >= top_p[:, None]) & (top_p[:, None] < 1)] = 0
     return q / q.sum(axis=1, keepdims=True)
 
 
-def _coupled(
-    q: np.ndarray, tokens: np.ndarray, seeds: np.ndarray, positions: np.ndarray, k: int
+def coupled_children(
+    logprobs: np.ndarray,
+    tokens: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    temperatures: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    k: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The K best of log q + the target's noise: scores and tokens [F, K].
+    """The K best of log q + the target's noise.
 
     Args:
-        q: [F, M] of the tokens.
+        logprobs: [F, M] float32 of the SSM, descending.
         tokens: [F, M].
-        seeds: [F] of the rows' requests.
+        seeds: [F] of the rows' requests, as are the four parameters below.
         positions: [F].
-        k: K.
+        temperatures: [F] above 0.
+        top_k: [F].
+        top_p: [F].
+        min_p: [F].
+        k: K, at most M.
+
+    Returns:
+        Scores [F, K] and tokens [F, K].
     """
+    q = _sampling_distribution(logprobs, temperatures, top_k, top_p, min_p)
     with np.errstate(divide="ignore"):
         values = np.log(q) + gumbel_noise(seeds, positions, tokens)
     places = np.argsort(-values, axis=1, kind="stable")[:, :k]

@@ -8,6 +8,7 @@
 #include <unordered_set>
 
 #include "commit.cpp"
+#include "coupled.cpp"
 #include "few_rows.cpp"
 #include "gumbel.cpp"
 #include "row_panels.cpp"
@@ -133,6 +134,32 @@ pybind11::array_t<int64_t> gumbel_contenders(
   return pybind11::array_t<int64_t>(found.size(), found.data());
 }
 
+// `coupled_children` of `drafting/children.py`.
+template <class T>
+using Rows = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
+pybind11::tuple coupled_children(const Rows<float>& logprobs, const Rows<int64_t>& tokens,
+                                 const Rows<int64_t>& seeds,
+                                 const Rows<int64_t>& positions,
+                                 const Rows<float>& temperatures,
+                                 const Rows<int64_t>& top_k, const Rows<float>& top_p,
+                                 const Rows<float>& min_p, int64_t k) {
+  TORCH_CHECK(logprobs.ndim() == 2 && tokens.ndim() == 2, "rows must be [F, M]");
+  const int64_t f = logprobs.shape(0), m = logprobs.shape(1);
+  TORCH_CHECK(tokens.shape(0) == f && tokens.shape(1) == m && k >= 0 && k <= m,
+              "tokens must be [", f, ", ", m, "], children at most ", m, "; got ", k);
+  for (const int64_t size : {seeds.size(), positions.size(), temperatures.size(),
+                             top_k.size(), top_p.size(), min_p.size()})
+    TORCH_CHECK(size == f, "every parameter must be [", f, "]; got ", size);
+  Rows<float> scores({f, k});
+  Rows<int64_t> chosen({f, k});
+  for (int64_t i = 0; i < f; ++i)
+    coupled::children(logprobs.data() + i * m, tokens.data() + i * m, m,
+                      {seeds.data()[i], positions.data()[i], temperatures.data()[i],
+                       top_p.data()[i], min_p.data()[i], top_k.data()[i]},
+                      k, scores.mutable_data() + i * k, chosen.mutable_data() + i * k);
+  return pybind11::make_tuple(scores, chosen);
+}
+
 // Where dot products are quicker than panels whose last vectors are mostly empty.
 constexpr bool few(int64_t rows) { return rows < 13 || (rows > 16 && rows < 26); }
 
@@ -190,4 +217,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
   m.def("gumbel_contenders", &gumbel_contenders);
+  m.def("coupled_children", &coupled_children);
 }

@@ -1,18 +1,39 @@
-// Which tokens may win a Gumbel-max draw: all others lose for certain.
+// vLLM's Gumbel noise, and which tokens may win a draw with it: all others lose for
+// certain.
+#pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
 namespace gumbel {
 
+inline uint32_t rotl(uint32_t v, int n) { return (v << n) | (v >> (32 - n)); }
+
+// Murmur3, one key further.
+inline uint32_t mixed(uint32_t state, uint32_t key) {
+  state ^= rotl(key * 0xCC9E2D51u, 15) * 0x1B873593u;
+  return rotl(state, 13) * 5u + 0xE6546B64u;
+}
+
+// Murmur3 of seed and position.
+inline uint32_t prefix(int64_t seed, int64_t position) {
+  return mixed(mixed(mixed(0, (uint32_t)seed), (uint32_t)(seed >> 32)),
+               (uint32_t)position);
+}
+
 // Murmur3 of a token, given the hash of seed and position before it.
 inline uint32_t hash32(uint32_t prefix, uint32_t token) {
-  const auto rotl = [](uint32_t v, int n) { return (v << n) | (v >> (32 - n)); };
-  uint32_t h = prefix ^ (rotl(token * 0xCC9E2D51u, 15) * 0x1B873593u);
-  h = (rotl(h, 13) * 5u + 0xE6546B64u) ^ 16u;
+  uint32_t h = mixed(prefix, token) ^ 16u;
   h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
   h = (h ^ (h >> 13)) * 0xC2B2AE35u;
   return h ^ (h >> 16);
+}
+
+// The noise of a token, but for rounding.
+inline double noise(uint32_t prefix, uint32_t token) {
+  const double u = ((double)hash32(prefix, token) + 0.5) * 0x1p-32;
+  return -std::log(-std::log1p(-u));
 }
 
 // At least e^x for -80 < x <= 0, at most 6.3% more: the chords of 2^y, y = x log2 e.
