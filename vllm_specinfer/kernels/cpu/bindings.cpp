@@ -160,14 +160,12 @@ pybind11::tuple coupled_children(const Rows<float>& logprobs, const Rows<int64_t
   return pybind11::make_tuple(scores, chosen);
 }
 
-// Where dot products are quicker than panels whose last vectors are mostly empty.
-constexpr bool few(int64_t rows) { return rows < 13 || (rows > 16 && rows < 26); }
+// Up to so many rows dot products are quicker than a panel.
+constexpr int64_t kFewRows = 12;
 
-// x weight^T + bias; more than `most` rows of x go through torch.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              int64_t most) {
+// x weight^T + bias.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const int64_t k = weight.size(1), m = x.numel() / k;
-  if (m > most) return at::linear(x, weight, bias);
   TORCH_CHECK(x.size(-1) == k && k % vectors::kLanes == 0 && weight.is_contiguous() &&
                   x.scalar_type() == weight.scalar_type(),
               "x must be [.., K] and weight [N, K] dense, K a multiple of ",
@@ -186,7 +184,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
                           m,
                           weight.size(0),
                           int64_t(k * sizeof(T) / sizeof(typename Product::Weight))};
-    few(m) ? few_rows::run(product) : row_panels::run(product);
+    m <= kFewRows ? few_rows::run(product) : row_panels::run(product);
   };
   switch (x.scalar_type()) {
     case at::kFloat: run(float(), float(), x.contiguous()); break;
@@ -207,7 +205,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }  // namespace
 
 TORCH_LIBRARY(vllm_specinfer, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int most) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
   m.impl("linear", &linear);

@@ -3,7 +3,7 @@
 vLLM multiplies with oneDNN, on weights that oneDNN has rearranged, whose time grows
 with every row of a tree. The kernels read the weights as they are: `few_rows.cpp` once,
 in their order, `row_panels.cpp` for some tens of rows and more; pairs of bfloat16 are
-multiplied as such where the CPU can. Passes of very many rows are left to torch.
+multiplied as such where the CPU can.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import torch
 
 from vllm_specinfer.kernels.cpu import extension
 
-# Rows up to which torch is not the faster one.
-MOST_ROWS = {torch.float32: 256, torch.bfloat16: 8192}
+DTYPES = (torch.float32, torch.bfloat16)
 _MULTIPLE = 16  # of weights in a row: a vector of them
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -30,9 +29,8 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
         A function of x [..., K], weight [N, K] and bias [N] or None to [..., N], of the
         same dtype; a torch operator, so that models are compiled with it.
     """
-    most = MOST_ROWS.get(weight.dtype)
     if (
-        most is None
+        weight.dtype not in DTYPES
         or weight.device.type != "cpu"
         or weight.dim() != 2
         or not weight.is_contiguous()
@@ -44,8 +42,7 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
     ):
         return None
     _describe()
-    operator = torch.ops.vllm_specinfer.linear.default
-    return lambda x, weight, bias=None: operator(x, weight, bias, most)
+    return torch.ops.vllm_specinfer.linear.default
 
 
 @cache
@@ -54,6 +51,6 @@ def _describe() -> None:
 
     @torch.library.register_fake("vllm_specinfer::linear")
     def _(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, most: int
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -1,8 +1,8 @@
-// x W^T of tens to hundreds of rows x: a vector holds one input of many rows, so that no
+// x W^T of tens to thousands of rows x: a vector holds one input of many rows, so that no
 // sum runs across it, and the weights are read as they lie.
 //
-// Legend as in product.cpp. The rows of a panel fill V vectors; it lies as
-// [K, V * lanes].
+// Legend as in product.cpp. The rows of a panel fill H half vectors; it lies as
+// [K, H * half a vector's lanes].
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,52 +20,71 @@ namespace row_panels {
 using namespace vectors;
 using product::Product;
 
-constexpr int kMostVectors = 4;
-template <int V>
-constexpr int kTile = 24 / V;  // outputs, whose sums fit into registers with V loads
-constexpr int kOutputs = 48;   // a multiple of every tile
-constexpr int kChunk = 2;      // times as many outputs: weights in the second cache
-constexpr int kInputs = 128;   // that are converted at a time
+constexpr int kHalf = kLanes / 2;
+constexpr int kMostHalves = 8;
+// Outputs, whose sums fit into registers with a row of the panel.
+template <int H>
+constexpr int kTile = 24 / ((H + 1) / 2);
+constexpr int kOutputs = 48;  // a multiple of every tile
+constexpr int kChunk = 2;     // times as many outputs: weights in the second cache
+constexpr int kInputs = 128;  // that are converted at a time
 
 struct Panel {
   int64_t row;  // its first one
-  int rows, vectors;
+  int rows, halves;
 };
 
 inline std::vector<Panel> panels_of(int64_t m) {
-  const int64_t vectors = (m + kLanes - 1) / kLanes;
-  const int64_t count = (vectors + kMostVectors - 1) / kMostVectors;
+  const int64_t halves = (m + kHalf - 1) / kHalf;
+  const int64_t count = (halves + kMostHalves - 1) / kMostHalves;
   std::vector<Panel> panels;
   for (int64_t i = 0, row = 0; i < count; ++i) {
-    const int size = vectors / count + (i < vectors % count);
-    const int rows = std::min<int64_t>(size * kLanes, m - row);
+    const int size = halves / count + (i < halves % count);
+    const int rows = std::min<int64_t>(size * kHalf, m - row);
     panels.push_back({row, rows, size});
     row += rows;
   }
   return panels;
 }
 
-// The rows of a vector into its columns of the panel; what is no row is 0.
-template <class X>
-void fill(const X* x, int64_t k, const Panel& p, int vector, float* panel) {
-  const int first = vector * kLanes, rows = std::min(kLanes, p.rows - first);
-  const X* from = x + (p.row + first) * k;
-  float block[kLanes * kLanes] = {};
-  for (int64_t i = 0; i < k; i += kLanes) {
-    for (int r = 0; r < rows; ++r) store(block + r * kLanes, load(from + r * k + i));
-    transpose(block, kLanes, panel + (i * p.vectors + vector) * kLanes,
-              p.vectors * kLanes);
+// As many inputs as a vector has lanes, of x at those of the panel's first row, into the
+// panel; what is no row is some other one's.
+inline void fill(const float* x, int64_t k, const Panel& p, float* panel) {
+  const int stride = p.halves * kHalf;
+  for (int first = 0; first < p.rows; first += kLanes) {
+    const int rows = p.rows - first;
+    const float* from = x + first * k;
+    if (rows >= kLanes) {
+      transpose(from, k, panel + first, stride);
+      continue;
+    }
+    float block[kLanes * kLanes], columns[kLanes * kLanes];
+    for (int r = 0; r < kLanes; ++r)
+      store(block + r * kLanes, load(from + std::min(r, rows - 1) * k));
+    transpose(block, kLanes, columns, kLanes);
+    for (int i = 0; i < kLanes; ++i) {
+      const Vec column = load(columns + i * kLanes);
+      if (rows <= kHalf)
+        store(panel + i * stride + first, lower(column));
+      else
+        store(panel + i * stride + first, column);
+    }
   }
 }
 
-// `outs` outputs of a panel into sums [outs, V * lanes], while the weights behind them
+// `outs` outputs of a panel into sums [outs, H * kHalf], while the weights behind them
 // are fetched.
-template <int V, int outs, class T, class X>
+template <int H, int outs, class T, class X>
 void tile(const Product<T, X>& p, const float* panel, int64_t output, float* sums) {
+  constexpr int V = H / 2;
   const auto* w = p.w + output * p.k;
-  Vec acc[outs][V];
-  for (int j = 0; j < outs; ++j)
-    for (int v = 0; v < V; ++v) acc[j][v] = splat(p.bias ? p.bias[output + j] : 0);
+  Vec acc[outs][V + 1];  // the compiler drops what is not used
+  HalfVec half[outs];
+  for (int j = 0; j < outs; ++j) {
+    const Vec start = splat(p.bias ? p.bias[output + j] : 0);
+    for (int v = 0; v < V; ++v) acc[j][v] = start;
+    half[j] = lower(start);
+  }
   for (int64_t k = 0; k < p.k; k += kInputs) {
     const int inputs = std::min<int64_t>(kInputs, p.k - k);
     const X* weights;
@@ -80,41 +99,47 @@ void tile(const Product<T, X>& p, const float* panel, int64_t output, float* sum
       weights = converted;
       stride = kInputs;
     }
-    for (int i = 0; i < inputs; ++i, panel += V * kLanes) {
+    for (int i = 0; i < inputs; ++i, panel += H * kHalf) {
       if (i % kLanes == 0)
 #pragma GCC unroll 24
         for (int j = 0; j < outs; ++j)
           __builtin_prefetch(w + (outs + j) * p.k + k + i, 0, 2);
-      Vec values[V];
+      Vec values[V + 1];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) values[v] = load(panel + v * kLanes);
+      HalfVec last;
+      if constexpr (H % 2) last = load_half(panel + V * kLanes);
 #pragma GCC unroll 24
       for (int j = 0; j < outs; ++j) {
         const Vec weight = splat(weights[j * stride + i]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) add_product(acc[j][v], values[v], weight, X());
+        if constexpr (H % 2) add_product(half[j], last, lower(weight), X());
       }
     }
   }
-  for (int j = 0; j < outs; ++j)
-    for (int v = 0; v < V; ++v) store(sums + (j * V + v) * kLanes, acc[j][v]);
+  for (int j = 0; j < outs; ++j) {
+    for (int v = 0; v < V; ++v) store(sums + j * H * kHalf + v * kLanes, acc[j][v]);
+    if constexpr (H % 2) store(sums + j * H * kHalf + V * kLanes, half[j]);
+  }
 }
 
 // At most `kOutputs` outputs of a panel, from `begin` on.
-template <int V, class T, class X>
+template <int H, class T, class X>
 void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
              int64_t begin) {
+  constexpr int kStride = H * kHalf;
   const int count = std::min<int64_t>(kOutputs, p.n - begin);
-  float sums[kOutputs * V * kLanes], block[kLanes * kLanes];
+  float sums[kOutputs * kStride + kHalf], block[kLanes * kLanes];
   int j = 0;
-  for (; j + kTile<V> <= count; j += kTile<V>)
-    tile<V, kTile<V>>(p, panel, begin + j, sums + j * V * kLanes);
-  for (; j < count; ++j) tile<V, 1>(p, panel, begin + j, sums + j * V * kLanes);
+  for (; j + kTile<H> <= count; j += kTile<H>)
+    tile<H, kTile<H>>(p, panel, begin + j, sums + j * kStride);
+  for (; j < count; ++j) tile<H, 1>(p, panel, begin + j, sums + j * kStride);
   for (j = 0; j < count; j += kLanes)
-    for (int v = 0; v < V; ++v) {
-      transpose(sums + (j * V + v) * kLanes, V * kLanes, block, kLanes);
-      for (int r = 0; r < std::min(kLanes, rows.rows - v * kLanes); ++r) {
-        T* y = p.y + (rows.row + v * kLanes + r) * p.n + begin + j;
+    for (int first = 0; first < rows.rows; first += kLanes) {
+      transpose(sums + j * kStride + first, kStride, block, kLanes);
+      for (int r = 0; r < std::min(kLanes, rows.rows - first); ++r) {
+        T* y = p.y + (rows.row + first + r) * p.n + begin + j;
         if (j + kLanes <= count)
           store(y, load(block + r * kLanes));
         else
@@ -123,30 +148,31 @@ void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
     }
 }
 
+template <class T, class X, int... H>
+void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
+             int64_t begin, std::integer_sequence<int, H...>) {
+  ((rows.halves == H + 1 ? outputs<H + 1>(p, rows, panel, begin) : void()), ...);
+}
+
 template <class T, class X>
 void run(const Product<T, X>& p) {
+  static_assert(sizeof(X) == sizeof(float));
   const std::vector<Panel> panels = panels_of(p.m);
-  const int64_t vectors = (p.m + kLanes - 1) / kLanes;
-  const auto x = std::make_unique_for_overwrite<float[]>(vectors * kLanes * p.k);
-  at::parallel_for(0, vectors, 1, [&](int64_t begin, int64_t end) {
+  const int64_t halves = (p.m + kHalf - 1) / kHalf;
+  const auto x = std::make_unique_for_overwrite<float[]>(halves * kHalf * p.k);
+  at::parallel_for(0, p.k / kLanes, 1, [&](int64_t begin, int64_t end) {
     for (const Panel& panel : panels)
-      for (int v = 0; v < panel.vectors; ++v)
-        if (const int64_t i = panel.row / kLanes + v; i >= begin && i < end)
-          fill(p.x, p.k, panel, v, x.get() + panel.row * p.k);
+      for (int64_t k = begin * kLanes; k < end * kLanes; k += kLanes)
+        fill((const float*)p.x + panel.row * p.k + k, p.k, panel,
+             x.get() + panel.row * p.k + k * panel.halves * kHalf);
   });
   const int64_t parts = (p.n + kOutputs - 1) / kOutputs;
   at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; chunk += kChunk)
       for (const Panel& panel : panels)
-        for (int64_t i = chunk; i < std::min(end, chunk + kChunk); ++i) {
-          const float* rows = x.get() + panel.row * p.k;
-          switch (panel.vectors) {
-            case 1: outputs<1>(p, panel, rows, i * kOutputs); break;
-            case 2: outputs<2>(p, panel, rows, i * kOutputs); break;
-            case 3: outputs<3>(p, panel, rows, i * kOutputs); break;
-            default: outputs<4>(p, panel, rows, i * kOutputs);
-          }
-        }
+        for (int64_t i = chunk; i < std::min(end, chunk + kChunk); ++i)
+          outputs(p, panel, x.get() + panel.row * p.k, i * kOutputs,
+                  std::make_integer_sequence<int, kMostHalves>());
   });
 }
 

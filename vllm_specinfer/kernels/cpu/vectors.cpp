@@ -21,6 +21,7 @@ constexpr int kLanes = 8;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef float HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t BVec __attribute__((vector_size(kLanes)));
@@ -32,7 +33,20 @@ inline Vec load(const float* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline void add_product(Vec& sum, Vec a, Vec b, float) { sum += a * b; }
+inline HalfVec load_half(const float* p) {
+  HalfVec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline HalfVec lower(Vec v) {
+  HalfVec half;
+  std::memcpy(&half, &v, sizeof half);
+  return half;
+}
+template <class V>
+void add_product(V& sum, V a, V b, float) {
+  sum += a * b;
+}
 #ifdef __AVX512BF16__
 // Two factors in a lane, for CPUs that multiply them as they are.
 struct Pair {
@@ -46,6 +60,9 @@ inline Vec splat(Pair p) {
 inline Vec load(const Pair* p) { return load((const float*)p); }
 inline void add_product(Vec& sum, Vec a, Vec b, Pair) {
   sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+inline void add_product(HalfVec& sum, HalfVec a, HalfVec b, Pair) {
+  sum = (HalfVec)_mm256_dpbf16_ps((__m256)sum, (__m256bh)a, (__m256bh)b);
 }
 #endif
 inline Vec load(const c10::BFloat16* p) {
@@ -89,6 +106,7 @@ constexpr float kUnit = 1;
 template <>
 constexpr float kUnit<c10::Float8_e4m3fn> = 256;
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(float* p, HalfVec v) { std::memcpy(p, &v, sizeof v); }
 inline void store(c10::BFloat16* p, Vec v) {
   IVec bits = (IVec)v;  // round to nearest even; the result of a softmax is finite
   HVec h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, HVec);
