@@ -95,11 +95,12 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_specinfer import model_state, noise, speculator
+    from vllm_specinfer import model_state, speculator
     from vllm_specinfer.drafting import children
     from vllm_specinfer.drafting.eagle import EagleHead
     from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
+    from vllm_specinfer.kernels.cpu import sampling
     from vllm_specinfer.scheduling import memory
     from vllm_specinfer.scheduling.budget import Budget, LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
@@ -242,7 +243,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     joined = sampler.joined
     choose = children.ChildChooser.choose
     output = sampler.TreeSampler._output
-    prefix = noise.prefix
+    draw = sampling.noised_argmax
     return {
         "mask": lambda: mock.patch.object(StepPlan, "ancestor_bits", causal_mask),
         "position": lambda: mock.patch.object(
@@ -253,7 +254,11 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ),
         "look_back": rows_without_their_path,
         "noise": lambda: mock.patch.object(
-            noise, "prefix", lambda seed, pos, domain: prefix(seed, 0, domain)
+            sampling,
+            "noised_argmax",
+            lambda logits, temperatures, seeds, positions, use_fp64: draw(
+                logits, temperatures, seeds, 0 * positions, use_fp64
+            ),
         ),
         "chain_grammar": lambda: mock.patch.object(
             SpecInferScheduler,

@@ -441,7 +441,7 @@ def gumbel_noise(rng: np.random.Generator) -> Outputs:
             USE_FP64=fp64,
             PER_TOKEN_COL=False,
         )
-        out[f"fp64 {fp64}"] = value.amax(dim=-1)
+        out["fp64" if fp64 else "~fp32"] = value.amax(dim=-1)
     return out
 
 

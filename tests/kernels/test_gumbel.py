@@ -22,30 +22,38 @@ def test_no_token_that_is_left_out_would_win(monkeypatch, compiled, spread):
     else:
         monkeypatch.setattr(extension, "load", lambda: None)
     rng = np.random.default_rng(int(10 * spread))
-    winners = set()
-    for pos in range(200):
-        size = int(rng.integers(1, 3000))
-        logits = (rng.standard_normal(size) * spread).astype(np.float32)
-        logits[rng.random(size) < 0.2 * (pos % 3)] = -np.inf
-        logits[rng.integers(size)] = 0.0
-        seed = int(rng.integers(-(1 << 63), 1 << 63))
-        found = gumbel.noised_argmax(logits, seed, pos)
-        assert found == draw(logits, seed, pos)
-        winners.add(int((logits > logits[found[0]]).sum()))
-    assert len(winners) > 3  # ranks: not only the best ones
+    ranks = set()
+    for case in range(40):
+        rows, size = 5, int(rng.integers(1, 3000))
+        logits = (rng.standard_normal((rows, size)) * spread).astype(np.float32)
+        logits[rng.random((rows, size)) < 0.2 * (case % 3)] = -np.inf
+        logits[:, rng.integers(size)] = 0.0
+        temperatures = rng.choice([0.5, 0.7, 1.0, 2.0], rows).astype(np.float32)
+        seeds = rng.integers(-(1 << 63), 1 << 63, rows)
+        positions = rng.integers(0, 1 << 31, rows)
+        winners, values = gumbel.noised_argmax(logits, temperatures, seeds, positions)
+        for i, row in enumerate(logits):
+            token, value = draw(row / temperatures[i], int(seeds[i]), int(positions[i]))
+            assert winners[i] == token
+            assert values[i] == pytest.approx(value, abs=2e-6, rel=1e-6)
+            ranks.add(int((row > row[token]).sum()))
+    assert len(ranks) > 3  # not only the best ones
 
 
-def test_the_kernel_keeps_few_of_many_tokens():
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("use_fp64", [True, False])
+def test_greedy_rows_and_rows_without_a_finite_logit(monkeypatch, compiled, use_fp64):
+    if not compiled:
+        monkeypatch.setattr(extension, "load", lambda: None)
     rng = np.random.default_rng(0)
-    logits = (rng.standard_normal(50_000) * 3).astype(np.float32)
-    kept = [
-        len(
-            extension.load().gumbel_contenders(
-                logits, float(logits.max()), gumbel.MAX_NOISE_FP32, prefix
-            )
-        )
-        for prefix in range(1, 50)
-    ]
-    # On average as many as e^(logit - bound) sums up to, and the chords' 6% more.
-    expected = np.exp(logits - logits.max()).sum()
-    assert expected / 2 < np.mean(kept) < 2 * expected
+    logits = rng.standard_normal((4, 700)).astype(np.float32)
+    logits[1] = -np.inf
+    logits[2, [5, 9]] = np.nan
+    logits[3, [300, 500]] = 40.0
+    zeros = np.zeros(4, np.int64)
+    winners, values = gumbel.noised_argmax(
+        logits, np.array([0, 1, 1, 0], np.float32), zeros, zeros, use_fp64
+    )
+    assert winners.tolist() == [logits[0].argmax(), 0, 5, 300]
+    assert values[[0, 1, 3]].tolist() == [logits[0].max(), -np.inf, 40.0]
+    assert np.isnan(values[2])

@@ -35,7 +35,7 @@ def compare(found: list[dict], references: list[dict]) -> None:
     for got, expected in zip(found, references, strict=True):
         assert got.keys() == expected.keys()
         for key, reference in expected.items():
-            # A leading ~ marks sums whose order the two may choose differently.
+            # A leading ~ marks what the two may round differently: sums, logarithms.
             exact = not key.startswith("~")
             torch.testing.assert_close(
                 got[key],

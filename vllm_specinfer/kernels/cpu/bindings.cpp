@@ -126,17 +126,39 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   commit::run(caches, moves);
 }
 
-pybind11::array_t<int64_t> gumbel_contenders(
-    const pybind11::array_t<float, pybind11::array::c_style>& logits, float bound,
-    float max_noise, uint32_t prefix) {
-  const auto found = gumbel::contenders(logits.data(), logits.size(), bound, max_noise,
-                                        prefix);
-  return pybind11::array_t<int64_t>(found.size(), found.data());
+template <class T>
+using Rows = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
+
+// `noised_argmax` of `kernels/cpu/gumbel.py`, given the best logits' tokens.
+pybind11::tuple gumbel_argmax(const Rows<float>& logits, const Rows<int64_t>& best,
+                              const Rows<float>& temperatures,
+                              const Rows<int64_t>& seeds,
+                              const Rows<int64_t>& positions, float max_noise) {
+  TORCH_CHECK(logits.ndim() == 2, "logits must be [L, V]");
+  const int64_t count = logits.shape(0), size = logits.shape(1);
+  for (const int64_t n : {best.size(), temperatures.size(), seeds.size(), positions.size()})
+    TORCH_CHECK(n == count, "every parameter must be [", count, "]; got ", n);
+  Rows<int64_t> winners(count);
+  Rows<float> values(count);
+  int64_t* winner = winners.mutable_data();
+  float* value = values.mutable_data();
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float* row = logits.data() + i * size;
+      const int64_t token = best.data()[i];
+      const float temperature = temperatures.data()[i];
+      gumbel::Winner found{token, row[token]};
+      if (temperature != 0)
+        found = gumbel::draw(row, size, token, temperature, max_noise,
+                             gumbel::prefix(seeds.data()[i], positions.data()[i]));
+      winner[i] = found.token;
+      value[i] = found.value;
+    }
+  });
+  return pybind11::make_tuple(winners, values);
 }
 
 // `coupled_children` of `drafting/children.py`.
-template <class T>
-using Rows = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
 pybind11::tuple coupled_children(const Rows<float>& logprobs, const Rows<int64_t>& tokens,
                                  const Rows<int64_t>& seeds,
                                  const Rows<int64_t>& positions,
@@ -214,6 +236,6 @@ TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
-  m.def("gumbel_contenders", &gumbel_contenders);
+  m.def("gumbel_argmax", &gumbel_argmax);
   m.def("coupled_children", &coupled_children);
 }

@@ -261,9 +261,14 @@ def resample(
             winner = int(logits.argmax())
             value = float(logits[winner])
         else:
-            winner, value = noised_argmax(
-                logits, int(seed[request]), int(pos[row]), USE_FP64
+            winners, values = noised_argmax(
+                logits[None],
+                np.ones(1, np.float32),
+                seed.numpy()[[request]],
+                pos.numpy()[[row]],
+                USE_FP64,
             )
+            winner, value = int(winners[0]), float(values[0])
         resampled_local_argmax[i, 0] = winner
         resampled_local_max[i].fill_(-math.inf)
         resampled_local_max[i, 0] = value

@@ -1,10 +1,8 @@
-// vLLM's Gumbel noise, and which tokens may win a draw with it: all others lose for
-// certain.
+// vLLM's Gumbel noise, and draws with it that look only at tokens that may win.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 namespace gumbel {
 
@@ -30,10 +28,11 @@ inline uint32_t hash32(uint32_t prefix, uint32_t token) {
   return h ^ (h >> 16);
 }
 
-// The noise of a token, but for rounding.
-inline double noise(uint32_t prefix, uint32_t token) {
-  const double u = ((double)hash32(prefix, token) + 0.5) * 0x1p-32;
-  return -std::log(-std::log1p(-u));
+// The noise of a token, as `noise.py` defines it, but for the rounding of logarithms.
+inline float noise(uint32_t prefix, uint32_t token) {
+  const uint32_t h = hash32(prefix, token);
+  const float u = (float)(h >> 16) * 0x1p-16f + ((float)(h & 0xffff) + 0.5f) * 0x1p-32f;
+  return (float)-std::log(-std::log1p(-std::min((double)u, 1 - 0x1p-24)));
 }
 
 // At least e^x for -80 < x <= 0, at most 6.3% more: the chords of 2^y, y = x log2 e.
@@ -45,33 +44,48 @@ inline float exp_above(float x) {
   return y * 1.001f;  // more than rounding takes away
 }
 
-// Tokens whose logit and noise may reach `bound`. Noise is -log(-log(1 - u)), which is
-// at most -log(u), so such a token's u is at most e^(logit - bound); and noise is never
-// above `max_noise`.
-inline std::vector<int64_t> contenders(const float* logits, int64_t size, float bound,
-                                       float max_noise, uint32_t prefix) {
+struct Winner {
+  int64_t token;
+  float value;
+};
+
+// The best of logit / temperature + noise; ties go to the lowest id. `best` has the best
+// logit. Noise is -log(-log(1 - u)), which is at most -log(u), so a token that reaches
+// `bound` has a u of at most e^(logit - bound); and noise is never above `max_noise`.
+inline Winner draw(const float* logits, int64_t size, int64_t best, float temperature,
+                   float max_noise, uint32_t prefix) {
   constexpr int64_t kBlock = 256;
-  const float least = bound - max_noise;
-  std::vector<int64_t> found;
+  const float top = logits[best] / temperature;
+  if (!std::isfinite(top)) return {best, top};
+  const float bound = top + noise(prefix, (uint32_t)best), least = bound - max_noise;
+  Winner winner{best, bound};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin);
-    const float* block = logits + begin;
+    float values[kBlock];
     int any = 0;
-    for (int64_t i = 0; i < count; ++i) any |= block[i] > least;
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = logits[begin + i] / temperature;
+      any |= values[i] > least;
+    }
     if (!any) continue;
     uint8_t keep[kBlock];
     any = 0;
     for (int64_t i = 0; i < count; ++i) {
-      const float gap = std::min(std::max(block[i], least) - bound, 0.0f);
+      const float gap = std::min(std::max(values[i], least) - bound, 0.0f);
       const int32_t high = (int32_t)(hash32(prefix, (uint32_t)(begin + i)) >> 8);
-      keep[i] = (block[i] > least) & ((float)high * 0x1p-24f <= exp_above(gap));
+      keep[i] = (values[i] > least) & ((float)high * 0x1p-24f <= exp_above(gap));
       any |= keep[i];
     }
     if (!any) continue;
-    for (int64_t i = 0; i < count; ++i)
-      if (keep[i]) found.push_back(begin + i);
+    for (int64_t i = 0; i < count; ++i) {
+      if (!keep[i]) continue;
+      const int64_t token = begin + i;
+      const float value = values[i] + noise(prefix, (uint32_t)token);
+      if (value > winner.value || (value == winner.value && token < winner.token))
+        winner = {token, value};
+    }
   }
-  return found;
+  return winner;
 }
 
 }  // namespace gumbel

@@ -1,10 +1,10 @@
-"""Gumbel-max sampling with vLLM's own noise, bit for bit.
+"""Gumbel-max sampling with vLLM's own noise.
 
 The noise is bounded, so only tokens within a fixed distance of the best logit can win;
 a C++ kernel (`gumbel.cpp`) finds the few that their hash lets win, which makes a draw
 cheap without a GPU.
 
-V vocabulary.
+L rows, V vocabulary.
 """
 
 import numpy as np
@@ -19,10 +19,44 @@ MAX_NOISE_FP64 = 37.5
 
 
 def noised_argmax(
-    logits: np.ndarray, seed: int, pos: int, use_fp64: bool = False
+    logits: np.ndarray,
+    temperatures: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray,
+    use_fp64: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Winners of logits / temperature + noise.
+
+    Args:
+        logits: [L, V] float32.
+        temperatures: [L] float32; rows at 0 have no noise.
+        seeds: [L] int64.
+        positions: [L] int64.
+        use_fp64: Draw 53-bit uniforms instead of 32-bit ones.
+
+    Returns:
+        Tokens [L] and their values [L]; ties go to the lowest id.
+    """
+    best = logits.argmax(axis=-1)
+    kernels = None if use_fp64 else extension.load()
+    if kernels is not None:
+        return kernels.gumbel_argmax(
+            logits, best, temperatures, seeds, positions, MAX_NOISE_FP32
+        )
+    values = logits[np.arange(len(logits)), best]
+    if use_fp64:
+        values = values.astype(np.float64)
+    for i in np.flatnonzero(temperatures).tolist():
+        row = logits[i] / temperatures[i]
+        seed, position = int(seeds[i]), int(positions[i])
+        best[i], values[i] = _draw(row, int(best[i]), seed, position, use_fp64)
+    return best, values
+
+
+def _draw(
+    logits: np.ndarray, best: int, seed: int, pos: int, use_fp64: bool
 ) -> tuple[int, float]:
-    """Winner of logits + noise and its value; ``logits`` [V] float32, scaled."""
-    best = int(logits.argmax())
+    """The draw of one row [V] whose best logit is that of token `best`."""
     top = logits[best : best + 1]
     if not np.isfinite(top[0]):
         return best, float(top[0])
@@ -30,13 +64,8 @@ def noised_argmax(
         logits = logits.astype(np.float64)
         top = logits[best : best + 1]
     bound = top + noise.gumbel_noise(seed, pos, np.array([best]), use_fp64)
-    kernels = None if use_fp64 else extension.load()
-    if kernels is not None:
-        prefix = noise.prefix(seed, pos, 0)
-        tokens = kernels.gumbel_contenders(logits, bound[0], MAX_NOISE_FP32, prefix)
-    else:
-        limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
-        tokens = np.flatnonzero(logits > bound - limit)
+    limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
+    tokens = np.flatnonzero(logits > bound - limit)
     values = logits[tokens] + noise.gumbel_noise(seed, pos, tokens, use_fp64)
     winner = int(values.argmax())
     return int(tokens[winner]), float(values[winner])

@@ -92,31 +92,16 @@ def gumbel_sample(
             cached = logits_cache[int(requests[row]), int(columns[row])]
             cached[:vocab_size] = logits_cache_source[row]
 
-    winners = local_argmax.numpy()
-    values = local_max.numpy()
-    values.fill(-np.inf)
-    rows = rows_fp32(logits)
     temps = np.where(requests >= 0, temp.numpy()[requests], np.float32(0.0))
-    if not temps.any():
-        # NumPy's arg-max costs a tenth of torch's on a row of this size.
-        best = rows.argmax(axis=-1)
-        winners[:, 0] = best
-        values[:, 0] = rows[np.arange(len(rows)), best]
-        return
-    positions = pos.tolist()
+    if not APPLY_TEMPERATURE:
+        temps = (temps != 0).astype(np.float32)
     row_seeds = seeds.numpy()[requests]
     if _steps_have_seeds():
         row_seeds = row_seeds ^ (columns << 32)
-    row_seeds = row_seeds.tolist()
-    for i, row in enumerate(rows):
-        scale = temps[i]
-        if scale == 0.0:
-            winner = int(row.argmax())
-            value = row[winner]
-        else:
-            if APPLY_TEMPERATURE:
-                row = row / scale
-            position = positions[i] + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
-            winner, value = noised_argmax(row, row_seeds[i], position, USE_FP64)
-        winners[i, 0] = winner
-        values[i, 0] = value
+    positions = pos.numpy() + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
+    winners, values = noised_argmax(
+        rows_fp32(logits), temps, row_seeds, positions, USE_FP64
+    )
+    local_argmax.numpy()[:, 0] = winners
+    local_max.fill_(-torch.inf)
+    local_max.numpy()[:, 0] = values
