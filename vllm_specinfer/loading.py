@@ -6,7 +6,7 @@ import torch
 import vllm
 from torch import nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import ModelConfig, VllmConfig, replace
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
@@ -64,6 +64,30 @@ def load_sources(
     if budget.learns and spec.options.scheduler == "learned":
         _give_predictors(sources, spec.options.scheduler_file)
     return sources
+
+
+def row_sizes(
+    vllm_config: VllmConfig, target: nn.Module, device: torch.device
+) -> list[int]:
+    """What the rows of a target step are padded to, ascending.
+
+    Args:
+        vllm_config: The engine's config.
+        target: The loaded target.
+        device: The worker's device.
+    """
+    if is_host(device):
+        from vllm_specinfer.kernels.cpu import linear
+
+        if not linear.multiplies_in(target):
+            return []
+        nodes = vllm_config.speculative_config.num_speculative_tokens
+        most = vllm_config.scheduler_config.max_num_seqs * (nodes + 1)
+        return linear.row_sizes(most)
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return []
+    return sorted(compilation.cudagraph_capture_sizes or [])
 
 
 def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:

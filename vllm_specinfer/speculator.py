@@ -31,7 +31,7 @@ from vllm_specinfer.device import read, stage, token_rows
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import SourceSet
-from vllm_specinfer.loading import load_sources, recalled
+from vllm_specinfer.loading import load_sources, recalled, row_sizes
 from vllm_specinfer.model_state import TreeModelState
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
@@ -78,8 +78,6 @@ class TreeSpeculator(DraftModelSpeculator):
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
         self._tests_draws = self.speculative_config.verification_rule in TESTS_DRAWS
         self.budget = Budget()
-        if self.speculative_config.follows_load:
-            self.budget = LoadBudget(self.num_speculative_steps)
         self.sources: SourceSet | None = None
         self._names = self.speculative_config.source_names
         self._asked: DraftRequest | None = None
@@ -121,6 +119,9 @@ class TreeSpeculator(DraftModelSpeculator):
                 "the target must use vLLM's default model state; got "
                 f"{type(target_model).__name__} with its own"
             )
+        if self.speculative_config.follows_load:
+            sizes = row_sizes(self.vllm_config, target_model, self.device)
+            self.budget = LoadBudget(self.num_speculative_steps, sizes)
         self.sources = load_sources(
             self.vllm_config, target_model, self.device, self.budget
         )

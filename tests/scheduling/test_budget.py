@@ -56,6 +56,22 @@ def test_nodes_are_admitted_while_they_raise_tokens_per_second(slope, num_reqs):
     assert high - low <= 1 + num_reqs, (admitted, count)
 
 
+@pytest.mark.parametrize(
+    ("chances", "admitted"),
+    [([0.7] * 2, 0), ([0.9] * 4, 4), ([0.9] * 4 + [0.3, 0.2, 0.1], 6)],
+)
+def test_a_padded_step_is_filled_or_not_begun(chances, admitted):
+    budget = LoadBudget(8, sizes=[2, 8, 14])
+    for _ in range(100):
+        for rows in (2, 8, 14):
+            budget.observe_step(rows, 10e-3 + 2e-3 * rows, False)
+    # 2 tokens in 14 ms; with 1 to 6 nodes it takes 26 ms, with 7 38 ms.
+    scores = np.full((2, 8), -np.inf)
+    scores[0, : len(chances)] = np.log(chances)
+    least = budget.least_score(scores, drafted=True)
+    assert (scores >= least).sum() == admitted
+
+
 def test_rows_for_nothing_admit_everything_and_dear_rows_nothing():
     chances = np.log(np.full((4, 8), 0.3))
     assert a_budget(10e-3, 0, 0).least_score(chances, True) <= chances.min()

@@ -28,6 +28,20 @@ def test_steps_of_one_size_leave_the_slope_to_the_prior():
     assert 1.1 < cost.seconds(9) / cost.seconds(1) < 1.6
 
 
+def test_rows_are_padded_up_to_the_largest_size():
+    sizes = [4, 16, 32]
+
+    def computed(rows):
+        return next((size for size in sizes if size >= rows), rows)
+
+    cost = CostLine(sizes)
+    for rows in np.random.default_rng(1).integers(1, 60, 300).tolist():
+        cost.observe(rows, 10e-3 + 0.4e-3 * computed(rows))
+    for rows in range(1, 60):
+        expected = 10e-3 + 0.4e-3 * computed(rows)
+        assert cost.seconds(rows) == pytest.approx(expected, rel=0.02)
+
+
 def test_a_pause_is_forgotten_and_a_slower_machine_is_believed():
     cost = measured(10e-3, 0.4e-3, [9] * 50)
     cost.observe(9, 2.0)
@@ -55,8 +69,6 @@ def test_walking_trees_is_told_from_the_rows():
         cost.observe(rows, 10e-3 + 0.2e-3 * rows + 4e-3 * trees, trees)
     assert cost.seconds(8) == pytest.approx(11.6e-3, rel=0.05)
     assert cost.seconds(40, True) == pytest.approx(22e-3, rel=0.05)
-    both = cost.seconds(np.array([8, 40]), np.array([False, True]))
-    assert both == pytest.approx([cost.seconds(8), cost.seconds(40, True)])
     assert cost.marginal(5) == pytest.approx(1e-3, rel=0.1)
     assert cost.marginal(5, 1) == pytest.approx(5e-3, rel=0.1)
 

@@ -8,6 +8,8 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 """
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,10 +99,15 @@ class LoadBudget(Budget):
 
     learns = True
 
-    def __init__(self, num_nodes: int) -> None:
-        """`num_nodes` is the most a request may get (N)."""
+    def __init__(self, num_nodes: int, sizes: Sequence[int] = ()) -> None:
+        """Nothing is known yet.
+
+        Args:
+            num_nodes: The most a request may get (N).
+            sizes: What the rows of a step are padded to, ascending.
+        """
         self._num_nodes = num_nodes
-        self._step, self._draft = CostLine(), CostLine()
+        self._step, self._draft = CostLine(sizes), CostLine()
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
         self._profile, self._draft_size = Average(), Average()
@@ -226,8 +233,10 @@ class LoadBudget(Budget):
         tokens, seconds = float(num_reqs), self._step.seconds(num_reqs)
         best = tokens, seconds, np.inf
         found = sorted(scores[np.isfinite(scores)].tolist(), reverse=True)
-        for n, score in enumerate(found, start=1):
+        for n, (score, following) in enumerate(pairwise([*found, -np.inf]), start=1):
             tokens += CAUTION * math.exp(score)
+            if score == following:
+                continue  # what is equal is admitted together
             seconds = self._step.seconds(num_reqs + n, 1.0)
             if tokens * best[1] > best[0] * seconds:
                 best = tokens, seconds, score

@@ -1,5 +1,8 @@
 """What a step costs: seconds as a line in its rows, from noisy timings."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 import numpy as np
 
 # A line through few timings leans on this many rows for the cost of an empty step:
@@ -19,10 +22,12 @@ class CostLine:
     """Seconds = start + rows x slope + extra x something, fitted to recent timings.
 
     The extra is whatever else costs time: 1 for the walk of a step with trees, the
-    levels of a draft.
+    levels of a draft. Rows are those that are computed, some of them for nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int] = ()) -> None:
+        """Rows are padded to the next of `sizes`, ascending, none beyond the last."""
+        self._sizes = sizes
         self._clear()
         self._pauses = 0
         # The line, and how many timings it lacks.
@@ -53,7 +58,7 @@ class CostLine:
                 return
             self._clear()  # not a pause: the machine changed
         self._pauses = 0
-        features = (1.0, float(rows), float(extra))
+        features = (1.0, float(self._padded(rows)), float(extra))
         for i, (feature, products) in enumerate(
             zip(features, self._products, strict=True)
         ):
@@ -67,10 +72,14 @@ class CostLine:
     def seconds(self, rows: float, extra: float = 0.0) -> float:
         """What so many rows take; never falls with them."""
         start, slope, more = self._coefficients()
-        return start + slope * rows + more * extra
+        return start + slope * self._padded(rows) + more * extra
+
+    def _padded(self, rows: float) -> float:
+        place = bisect_left(self._sizes, rows)
+        return self._sizes[place] if place < len(self._sizes) else rows
 
     def marginal(self, rows: float, extra: float = 0.0) -> float:
-        """What they add to a step that happens anyway."""
+        """What they add to a step that happens anyway, on average over all sizes."""
         _, slope, more = self._coefficients()
         return slope * rows + more * extra
 

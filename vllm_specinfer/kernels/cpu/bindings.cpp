@@ -238,4 +238,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("commit_kv", &commit_kv);
   m.def("gumbel_argmax", &gumbel_argmax);
   m.def("coupled_children", &coupled_children);
+  m.attr("few_rows") = kFewRows;
+  m.attr("row_step") = row_panels::kHalf;
 }

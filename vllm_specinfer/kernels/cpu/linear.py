@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import nn
 
 from vllm_specinfer.kernels.cpu import extension
 
@@ -43,6 +44,20 @@ def linear_for(weight: torch.Tensor) -> Linear | None:
         return None
     _describe()
     return torch.ops.vllm_specinfer.linear.default
+
+
+def multiplies_in(model: nn.Module) -> bool:
+    """Whether some layer of the model multiplies with the kernels."""
+    if extension.load() is None:
+        return False
+    ours = torch.ops.vllm_specinfer.linear.default
+    return any(getattr(m, "cpu_linear", None) is ours for m in model.modules())
+
+
+def row_sizes(most: int) -> list[int]:
+    """Numbers of rows up to `most` or more between which no time is saved."""
+    few, step = extension.load().few_rows, extension.load().row_step
+    return [*range(1, few + 1), *range(-(-(few + 1) // step) * step, most + step, step)]
 
 
 @cache
