@@ -1,0 +1,40 @@
+"""What the rows of a target step are padded to."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import CUDAGraphMode
+
+from vllm_specinfer.kernels.cpu.linear import linear_for
+from vllm_specinfer.loading import row_sizes
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def config(mode=CUDAGraphMode.NONE, sizes=None):
+    """An engine's config, with 3 requests of 8 nodes at most."""
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode, cudagraph_capture_sizes=sizes
+        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=8),
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
+    )
+
+
+def test_cuda_graphs_pad_to_the_sizes_that_were_captured():
+    captured = config(CUDAGraphMode.FULL_AND_PIECEWISE, [8, 1, 4, 2])
+    assert row_sizes(captured, nn.Module(), CUDA) == [1, 2, 4, 8]
+    assert row_sizes(config(CUDAGraphMode.NONE, [1, 2]), nn.Module(), CUDA) == []
+    assert row_sizes(config(CUDAGraphMode.PIECEWISE), nn.Module(), CUDA) == []
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM multiplies")
+def test_on_a_cpu_the_kernels_of_linear_layers_pad():
+    target = nn.Sequential(nn.Linear(32, 8))
+    assert row_sizes(config(), target, CPU) == []
+    target[0].cpu_linear = linear_for(target[0].weight.data)
+    # Dot products of up to 12 rows, then half vectors of 8 rows.
+    assert row_sizes(config(), target, CPU) == [*range(1, 13), 16, 24, 32]
