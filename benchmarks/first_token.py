@@ -4,7 +4,8 @@
         [--rounds 16] [--dtype bfloat16]
 
 So many requests come to an idle engine, which has learned from `--texts` texts of the
-same kind what drafting is worth. A wait ends where the caller has the token. All
+same kind what drafting is worth. A wait ends where a server sends the token to its
+client, before the engine drafts (vllm/v1/engine/core.py, `_process_engine_step`). All
 engines take the same prompts in turn; the ratio is that of the mean waits of a round,
 medians with quartiles over the rounds. Under a steady load waits depend on who else is
 in the engine: there `load.py` measures them.
@@ -17,13 +18,19 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from load import POOL, wrong_ssm
 from tqdm import tqdm
 
 from vllm_specinfer import assets
-from vllm_specinfer.evidence.engines import forget, start_engine, stay_in_process
+from vllm_specinfer.evidence.engines import (
+    core_of,
+    forget,
+    start_engine,
+    stay_in_process,
+)
 
 PLAIN = "plain"
 LONGEST = 2048
@@ -31,15 +38,20 @@ LONGEST = 2048
 
 def mean_wait(llm: Any, prompts: list[list[int]], params: list[Any]) -> float:
     """Seconds until a request has its first token, the mean of all."""
-    engine, waits = llm.llm_engine, {}
+    engine, core, waits, sent = llm.llm_engine, core_of(llm), {}, [0.0]
     start = time.perf_counter()
     for number, (ids, chosen) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(number), {"prompt_token_ids": ids}, chosen)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter() - start
-        for output in outputs:
-            waits.setdefault(output.request_id, now)
+
+    def after_outputs(*args: Any, **kwargs: Any) -> None:
+        sent[0] = time.perf_counter() - start
+        post_step(*args, **kwargs)
+
+    post_step = core.post_step
+    with mock.patch.object(core, "post_step", after_outputs):
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                waits.setdefault(output.request_id, sent[0])
     forget(llm)
     return float(np.mean(list(waits.values())))
 

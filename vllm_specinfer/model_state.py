@@ -79,6 +79,7 @@ class TreeModelState(DefaultModelState):
             self.max_num_tokens, dtype=torch.int64, device=device
         )
         self._captured = False
+        self._verifier: TreeSampler | None = None
         self._block_tables: BlockTables | None = None
         # Per KV cache group that has layers of the target.
         self._commits: dict[int, CommitPaths | CommitWalks] = {}
@@ -97,6 +98,7 @@ class TreeModelState(DefaultModelState):
         """Start a request in a slot: whatever tree was there is stale."""
         super().add_request(req_index, new_req_data)
         self._trees.drop(req_index)
+        self._verifier.start(req_index)
         self._start_request(req_index, new_req_data)
 
     def initialize_kv_cache(
@@ -181,7 +183,7 @@ class TreeModelState(DefaultModelState):
             from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
 
             verifier, commit = DeviceTreeSampler, self.commit_walks
-        return sampler, verifier(
+        self._verifier = verifier(
             sampler,
             self.plan_of,
             self._positions,
@@ -189,6 +191,7 @@ class TreeModelState(DefaultModelState):
             self._on_time,
             self._verification,
         )
+        return sampler, self._verifier
 
     def commit(self, input_batch: InputBatch, accepted: Accepted) -> None:
         """Keep accepted rows: K/V to the slots right after the root, in all layers.

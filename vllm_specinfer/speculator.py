@@ -188,7 +188,6 @@ class TreeSpeculator(DraftModelSpeculator):
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
 
-    @torch.inference_mode()
     def propose(
         self,
         input_batch: InputBatch,
@@ -240,17 +239,20 @@ class TreeSpeculator(DraftModelSpeculator):
         shape = (input_batch.num_reqs, self.num_speculative_steps)
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
+    @property
+    def is_asked(self) -> bool:
+        """`draft` has something to do."""
+        return self._asked is not None
+
     @torch.inference_mode()
-    def draft(self) -> tuple[InputBatch, torch.Tensor] | None:
+    def draft(self) -> tuple[InputBatch, torch.Tensor]:
         """Grow the trees that `propose` was asked for.
 
         Returns:
             The batch and [B, n] int64 node tokens in flat order, for the n nodes that
-            were asked for; None where nothing was.
+            were asked for.
         """
         asked, self._asked = self._asked, None
-        if asked is None:
-            return None
         started = time.perf_counter()
         input_batch = asked.input_batch
         drafts = np.zeros((input_batch.num_reqs, self.num_speculative_steps), np.int64)

@@ -113,11 +113,9 @@ class TreeWorker(Worker):
     def _draft(self) -> None:
         """Put the drafts where the runner puts what `propose` returns."""
         runner = self.model_runner
+        if not runner.speculator.is_asked:
+            return
         with use_workspace_lane(runner._draft_workspace_lane):
-            drafted = runner.speculator.draft()
-        if drafted is not None:
-            batch, tokens = drafted
-            runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = (
-                tokens
-            )
-            runner.draft_tokens_handler.set_draft_tokens(batch, tokens)
+            batch, tokens = runner.speculator.draft()
+        runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = tokens
+        runner.draft_tokens_handler.set_draft_tokens(batch, tokens)

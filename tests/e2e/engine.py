@@ -220,10 +220,8 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
     def drafts_take_a_second():
         def slow(self):
-            drafted = draft(self)
-            if drafted is not None:
-                time.sleep(1)
-            return drafted
+            time.sleep(1)
+            return draft(self)
 
         return mock.patch.object(speculator.TreeSpeculator, "draft", slow)
 

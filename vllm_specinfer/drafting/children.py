@@ -16,7 +16,7 @@ Dimension legend: F rows of one level, M likeliest tokens of each, K children.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,9 +60,16 @@ class DraftRows:
 
     def below(self, rows: np.ndarray, depth: int, nodes: np.ndarray) -> "DraftRows":
         """Rows of the same trees deeper down: `rows` [F'] choose among the roots."""
-        per_request = ("seeds", "roots", "temperatures", "top_k", "top_p", "min_p")
-        chosen = {name: getattr(self, name)[rows] for name in per_request}
-        return replace(self, **chosen, depths=np.full(len(rows), depth), nodes=nodes)
+        return DraftRows(
+            seeds=self.seeds[rows],
+            roots=self.roots[rows],
+            depths=np.full(len(rows), depth),
+            nodes=nodes,
+            temperatures=self.temperatures[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,8 @@ class ChildChooser:
         if not len(sampled):
             return Children(scores, children)
         if self._coupled:
+            if len(sampled) == len(tokens):
+                sampled = slice(None)  # views, no copies
             scores[sampled], children[sampled] = self._best(
                 logprobs[sampled],
                 tokens[sampled],

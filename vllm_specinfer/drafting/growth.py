@@ -5,6 +5,7 @@ level over all requests, K children proposed per frontier node, N nodes of a tre
 W 64-bit words per bit row.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,10 +79,10 @@ class TreeGrowth:
         self._max_depth = max_depth
         self._expands = expands
         self._depth = 0
-        self._found = Candidates.empty(num_reqs)
+        self._found: Candidates | None = None
         # [R, C, X] what `extend` was told of the candidates.
         self.features: np.ndarray | None = None
-        self._words = num_words(self._max_scratch())
+        self._words = num_words(_most_scratch(tree, num_nodes))
         # The frontier, to begin with the roots. [R, F'] columns of candidates, which of
         # them are in it, and their rows in the next pass:
         self._columns = np.full((num_reqs, 1), ROOT, np.int32)
@@ -118,10 +119,11 @@ class TreeGrowth:
         """
         num_reqs, width = self._mask.shape
         num_new = width * logprobs.shape[1]
-        first = self._found.tokens.shape[1]
-        new_logprobs = np.full((num_reqs, width, logprobs.shape[1]), -np.inf)
+        first = 0 if self._found is None else self._found.tokens.shape[1]
+        shape = (num_reqs, width, logprobs.shape[1])
+        new_logprobs = np.full(shape, -np.inf, np.float32)
         new_logprobs[self._mask] = logprobs + self._base[:, None]
-        new_logprobs = new_logprobs.astype(np.float32).reshape(num_reqs, num_new)
+        new_logprobs = new_logprobs.reshape(num_reqs, num_new)
         new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
         new_tokens[self._mask] = tokens
         new_parents = np.repeat(self._columns, logprobs.shape[1], axis=1)
@@ -131,11 +133,10 @@ class TreeGrowth:
             new = new.reshape(num_reqs, num_new, -1)
             known = [] if self.features is None else [self.features]
             self.features = np.concatenate([*known, new], axis=1)
-        self._found = Candidates(
-            _beside(self._found.tokens, new_tokens.reshape(num_reqs, num_new)),
-            _beside(self._found.parents, new_parents),
-            _beside(self._found.scores, new_logprobs),
+        found = Candidates(
+            new_tokens.reshape(num_reqs, num_new), new_parents, new_logprobs
         )
+        self._found = found if self._found is None else self._found.beside(found)
         self._depth += 1
         if self._depth >= self._tree.max_depth:
             return None
@@ -143,17 +144,9 @@ class TreeGrowth:
 
     def finish(self) -> Candidates:
         """The N best of all that was proposed."""
+        if self._found is None:
+            return Candidates.empty(len(self._capacity))
         return self._found.cut(self._num_nodes)
-
-    def _max_scratch(self) -> int:
-        level, total = 1, 0
-        for depth in range(self._tree.max_depth - 1):
-            if self._best_first:
-                level = min(self._tree.max_width, self._num_nodes)
-            else:
-                level *= self._tree.widths[depth]
-            total += level
-        return max(total, 1)
 
     def _advance(
         self, first: int, new_logprobs: np.ndarray, children: int
@@ -170,6 +163,8 @@ class TreeGrowth:
             chosen = np.broadcast_to(np.arange(num_new), (num_reqs, num_new))
         mask = live[rows, chosen] & (self._depth <= self._max_depth)[:, None]
         mask[mask] = self._expands(new_logprobs[rows, chosen][mask])
+        if not mask.any():
+            return None
         scratch = self._used[:, None] + mask.cumsum(axis=1) - 1
         mask &= scratch < self._capacity[:, None]
         requests, places = np.nonzero(mask)
@@ -197,6 +192,14 @@ class TreeGrowth:
         )
 
 
-def _beside(known: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """More columns; `np.hstack` takes six times as long."""
-    return np.concatenate([known, new], axis=1)
+@functools.cache
+def _most_scratch(tree: Tree, num_nodes: int) -> int:
+    """Scratch slots that a tree of N nodes may need."""
+    level, total = 1, 0
+    for depth in range(tree.max_depth - 1):
+        if isinstance(tree, BestFirstTree):
+            level = min(tree.max_width, num_nodes)
+        else:
+            level *= tree.widths[depth]
+        total += level
+    return max(total, 1)

@@ -4,6 +4,7 @@ Dimension legend: R requests that get a tree, N nodes of a tree, Q sources asked
 candidates per request.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -172,20 +173,30 @@ class SourceSet:
         features: list[np.ndarray],
         accepted: list[int],
     ) -> None:
-        above = np.where(parents == ROOT, 0.0, scores[:, parents])
-        right = np.zeros(len(parents), bool)
-        right[accepted] = True
-        tested = (parents == ROOT) | right[parents]
-        for source, own, parent, seen in zip(
-            self.all(), scores, above, features, strict=False
+        right = {ROOT, *accepted}
+        # Of so few nodes NumPy takes several times as long.
+        tested = [
+            (node, parent)
+            for node, parent in enumerate(parents.tolist())
+            if parent in right
+        ]
+        for source, own, seen in zip(
+            self.all(), scores.tolist(), features, strict=False
         ):
-            proposed = np.isfinite(own)
-            i = proposed & tested
+            proposed = [
+                (node, parent) for node, parent in tested if own[node] > -math.inf
+            ]
             if source.predictor is not None:
-                source.predictor.observe(slot, seen[i], right[i])
+                nodes = [node for node, _ in proposed]
+                hits = np.array([node in right for node in nodes], bool)
+                source.predictor.observe(slot, seen[nodes], hits)
                 continue
-            expected = float(np.exp(own[i] - parent[i]).sum())
-            source.calibration.observe(expected, np.count_nonzero(proposed & right))
+            expected = sum(
+                math.exp(own[node] - (0.0 if parent == ROOT else own[parent]))
+                for node, parent in proposed
+            )
+            hits = sum(node in right for node, _ in proposed)
+            source.calibration.observe(expected, hits)
 
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""
@@ -271,8 +282,10 @@ class SourceSet:
         asks: bool,
     ) -> dict[int, str]:
         """Why requests have no node, given all candidates' scores [R, C]."""
+        empty = np.flatnonzero(trees.tokens[:, 0] == NO_TOKEN).tolist()
+        if not empty:
+            return {}
         candidates = (np.isfinite(scores) & (scores >= self._least)).any(axis=1)
-        empty = np.flatnonzero(trees.sizes == 0).tolist()
         return {r: self._reason(candidates[r], most, grows, asks) for r in empty}
 
     def _reason(self, candidates: bool, most: int, grows: bool, asks: bool) -> str:

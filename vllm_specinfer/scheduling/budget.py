@@ -186,9 +186,9 @@ class LoadBudget(Budget):
         """What drafts of the usual size cost for R requests."""
         if self._draft_size.value is None:
             return 0.0
-        rows, levels = self._draft_size.value
+        rows, levels = self._draft_size.value.tolist()
         usual = self._draft.seconds(num_reqs * rows, levels)
-        return float(usual + num_reqs * self._prompts)
+        return usual + num_reqs * self._prompts
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
         """Nodes whose best child brings more than its rows; none if not their pass."""

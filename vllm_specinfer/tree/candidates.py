@@ -83,6 +83,15 @@ class Candidates:
             np.full(shape, -np.inf, np.float32),
         )
 
+    def beside(self, others: "Candidates") -> "Candidates":
+        """More of the same trees; parents of `others` count from the first column."""
+        return Candidates(
+            # `np.hstack` takes six times as long.
+            np.concatenate([self.tokens, others.tokens], axis=1),
+            np.concatenate([self.parents, others.parents], axis=1),
+            np.concatenate([self.scores, others.scores], axis=1),
+        )
+
     def nth_score(self, n: int) -> np.ndarray:
         """[R] score of the n-th best candidate, -inf where there are fewer."""
         if self.scores.shape[1] < n:
@@ -133,9 +142,8 @@ def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:
     """
     if len(sources) == 1:
         (only,) = sources
-        return only, [
-            np.broadcast_to(np.arange(only.tokens.shape[1]), only.tokens.shape)
-        ]
+        num_reqs, width = only.tokens.shape
+        return only, [np.arange(width)[None].repeat(num_reqs, axis=0)]
     columns = [np.full(s.tokens.shape, -1) for s in sources]
     tries = []
     for r in range(len(sources[0].tokens)):

@@ -6,7 +6,6 @@ roots, N nodes per tree, V vocabulary.
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -69,18 +68,15 @@ class DeviceTreeSampler(TreeSampler):
         plan, num_reqs = self._plan_of(input_batch), input_batch.num_reqs
         if plan is None:
             return super().__call__(logits, input_batch)
-        positions = self._positions[: len(input_batch.positions)]
-        batch = replace(input_batch, positions=positions)
         paths = [_paths(plan, i) for i in range(num_reqs)]
         counts = np.array([len(of_request) for of_request in paths])
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
         logprobs = num_nans = None
-        if self._only_draws(batch.idx_mapping_np):
-            targets = self._drawn(logits, batch, requests, flat_paths)[:, 0]
+        if self._only_draws(input_batch.idx_mapping_np):
+            targets = self._drawn(logits, input_batch, plan, requests, flat_paths)[:, 0]
         else:
-            draws = self._draws(plan, requests, flat_paths)
-            output = self._sample(logits, batch, requests, flat_paths, draws)
+            output = self._sample(logits, input_batch, plan, requests, flat_paths)
             targets = output.sampled_token_ids[:, 0]
             logprobs, num_nans = output.logprobs_tensors, output.num_nans
         parents = np.where(
@@ -109,7 +105,9 @@ class DeviceTreeSampler(TreeSampler):
             logprobs = _chosen(logprobs, np.cumsum(counts) - counts, accepted)
         if num_nans is not None:
             num_nans = num_nans[first]
-        return self._emitted(batch, targets[rows], num_accepted + 1, logprobs, num_nans)
+        return self._emitted(
+            input_batch, targets[rows], num_accepted + 1, logprobs, num_nans
+        )
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""

@@ -25,6 +25,8 @@ from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
+UNKNOWN = -1
+
 # Accepted rows of a step: batch index -> path, row i + 1 = node i.
 Accepted = dict[int, list[int]]
 
@@ -72,6 +74,12 @@ class TreeSampler:
         self._tests: DrawTestingSampler | None = None
         if verification in TESTS_DRAWS:
             self._tests = DrawTestingSampler(sampler)
+        # By slot what `_only_draws` found of its request.
+        self._answers = np.full(len(sampler.needs_logits_processing), UNKNOWN, np.int8)
+
+    def start(self, slot: int) -> None:
+        """Another request is in this slot."""
+        self._answers[slot] = UNKNOWN
 
     def __call__(
         self,
@@ -96,9 +104,6 @@ class TreeSampler:
         emitted: list[list[int]] = [[] for _ in range(input_batch.num_reqs)]
         walks: dict[int, TreeWalk] = {}
         if plan is not None:
-            # Siblings share a position, which is also the place of their noise.
-            positions = self._positions[: len(input_batch.positions)]
-            input_batch = replace(input_batch, positions=positions)
             for i in plan.tree_requests():
                 slot, nodes = plan.slots[i], plan.num_rows[i] - 1
                 walks[i] = TreeWalk(
@@ -110,10 +115,9 @@ class TreeSampler:
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
             if only_draws:
-                found = self._drawn(logits, input_batch, standing, paths)
+                found = self._drawn(logits, input_batch, plan, standing, paths)
             else:
-                draws = self._draws(plan, standing, paths)
-                output = self._sample(logits, input_batch, standing, paths, draws)
+                output = self._sample(logits, input_batch, plan, standing, paths)
                 levels.append((standing, output))
                 found = output.sampled_token_ids
             (sampled,) = read(found)
@@ -134,18 +138,18 @@ class TreeSampler:
         self,
         logits: torch.Tensor,
         batch: InputBatch,
+        plan: StepPlan | None,
         requests: Sequence[int],
         paths: list[list[int]],
-        draws: list[Draws | None],
     ) -> SamplerOutput:
         """Sampling of some rows.
 
         Args:
             logits: [L, V].
-            batch: The step's batch, with depth positions.
+            batch: The step's batch.
+            plan: Its trees.
             requests: [G] batch indices.
             paths: [G] the rows from depth 1 down to each of them.
-            draws: [G] drawn children of that row, if any.
 
         Returns:
             [G, 1] tokens, and the logprobs of the G rows where a request wants some.
@@ -185,6 +189,7 @@ class TreeSampler:
             num_reqs=len(slots),
             idx_mapping=mapping,
             idx_mapping_np=slots,
+            positions=self._row_positions(batch, plan),
             expanded_idx_mapping=expanded,
             expanded_local_pos=local,
             seq_lens=batch.seq_lens[which],
@@ -196,6 +201,7 @@ class TreeSampler:
         if self._tests is None:
             output = self.sampler(logits, view)
         else:
+            draws = self._draws(plan, requests, paths)
             expected = zip((ends[1:] - 1).tolist(), draws, strict=True)
             draws_of_row = {row: d for row, d in expected if d is not None}
             self._tests.expect(draws_of_row, slot_of_row)
@@ -215,6 +221,7 @@ class TreeSampler:
         self,
         logits: torch.Tensor,
         batch: InputBatch,
+        plan: StepPlan | None,
         requests: Sequence[int],
         paths: list[list[int]],
     ) -> torch.Tensor:
@@ -234,11 +241,18 @@ class TreeSampler:
             mapping,
             states.temperature.gpu,
             states.seeds.gpu,
-            batch.positions[batch.logits_indices[places]],
+            self._row_positions(batch, plan)[batch.logits_indices[places]],
             apply_temperature=True,
             is_drafting=False,
         )
         return tokens[:, None]
+
+    def _row_positions(self, batch: InputBatch, plan: StepPlan | None) -> torch.Tensor:
+        """Positions of a step's rows, which are also the places of their noise.
+
+        Siblings share one.
+        """
+        return batch.positions if plan is None else self._positions
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows; ties go to the lowest id, as in vLLM."""
@@ -253,7 +267,7 @@ class TreeSampler:
         paths: list[list[int]],
     ) -> list[Draws | None]:
         """[G] the drawn children of the row at the end of each path."""
-        if self._tests is None or plan is None:
+        if plan is None:
             return [None] * len(requests)
         nodes = [path[-1] - 1 if path else ROOT for path in paths]
         found = [
@@ -276,23 +290,33 @@ class TreeSampler:
 
         What vLLM's sampler does besides takes several times as long as the draw.
         """
+        least = self._answers[slots].min()
+        if least == UNKNOWN:
+            for slot in slots[self._answers[slots] == UNKNOWN]:
+                self._answers[slot] = self._only_draws_from(slot)
+            least = self._answers[slots].min()
+        return bool(least)
+
+    def _only_draws_from(self, slot: int) -> bool:
+        """What `_only_draws` asks of one request; the answer never changes."""
         sampler, states = self.sampler, self.sampler.sampling_states
+        slots = np.array([slot])
         if (
             sampler.compute_nans
             or sampler.use_fp64_gumbel
             or sampler.get_logprobs_dims(slots) is not None
         ):
             return False
-        if not states.temperature.np[slots].any():
-            return not sampler.needs_logits_processing[slots].any()
+        if not states.temperature.np[slot]:
+            return not sampler.needs_logits_processing[slot]
         bias = sampler.logits_processors[0]
         return not (
             self._tests is not None
-            or states.min_p.np[slots].any()
-            or (states.top_k.np[slots] != states.vocab_size).any()
-            or (states.top_p.np[slots] != 1).any()
-            or bias.use_logit_bias[slots].any()
-            or self._look_back(slots).any()
+            or states.min_p.np[slot]
+            or states.top_k.np[slot] != states.vocab_size
+            or states.top_p.np[slot] != 1
+            or bias.use_logit_bias[slot]
+            or self._look_back(slots)[0]
         )
 
     def _output(
