@@ -80,6 +80,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self.budget = Budget()
         self.sources: SourceSet | None = None
         self._names = self.speculative_config.source_names
+        # Whether an EAGLE head reads the target's states, and those of several layers.
+        self._reads_states = self.speculative_config.reads_states
+        self._reads_layers = self.speculative_config.reads_layers
         self._asked: DraftRequest | None = None
         self._finished_at = 0.0
         # Since the last step a request has started: the engine may have been idle.
@@ -229,9 +232,9 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
         else:
             states = None
-            if self.speculative_config.reads_layers:
+            if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)
-            elif self.speculative_config.reads_states:
+            elif self._reads_states:
                 states = last_hidden_states
             self._asked = DraftRequest(
                 input_batch, num_sampled, states, num_speculative_tokens
@@ -299,7 +302,7 @@ class TreeSpeculator(DraftModelSpeculator):
         total = total[slots].astype(np.int64)
         computed = computed[slots].astype(np.int64)
         num_tokens = np.minimum(total, computed + 1)
-        growing = np.flatnonzero(sampled > 0)
+        (growing,) = (sampled > 0).nonzero()
         started, self._started = self._started, False
         state_starts = None
         if states is not None:

@@ -234,17 +234,20 @@ class SourceSet:
         return self._budget.drafts(len(least), unread, known)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
-        before, started = self._ssm_work(), time.perf_counter()
+        (rows, levels), started = self._ssm_work(), time.perf_counter()
         proposals = [source.propose(step, least) for source in self.ssms]
         if step.decodes_only:
-            rows, levels = self._ssm_work() - before
             spent = time.perf_counter() - started
-            self._budget.observe_draft(len(step.growing), rows, levels, spent)
+            all_rows, all_levels = self._ssm_work()
+            self._budget.observe_draft(
+                len(step.growing), all_rows - rows, all_levels - levels, spent
+            )
         return proposals
 
-    def _ssm_work(self) -> np.ndarray:
+    def _ssm_work(self) -> tuple[int, int]:
         """Rows of all SSMs so far, and their passes over levels."""
-        return np.sum([source.work for source in self.ssms], axis=0)
+        rows, levels = zip(*(source.work for source in self.ssms), strict=True)
+        return sum(rows), sum(levels)
 
     def _given_by_source(
         self,

@@ -153,10 +153,11 @@ class LoadBudget(Budget):
         if self._draft.num_timings < LEAST_DRAFTS:
             return True
         tokens, rate, drafting = 1.0, 0.0, self._draft_seconds(num_reqs)
-        for n, chance in enumerate(chances.tolist(), start=1):
+        rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
+        costs = self._step.seconds_of(rows, 1.0)
+        for chance, seconds in zip(chances.tolist(), costs, strict=True):
             tokens += CAUTION * chance
-            seconds = self._step.seconds(num_reqs * (n + 1), 1.0) + drafting
-            rate = max(rate, tokens / seconds)
+            rate = max(rate, tokens / (seconds + drafting))
         plain = self._step.seconds(num_reqs)
         tokens, seconds = num_reqs, plain
         if known is not None:
@@ -233,11 +234,13 @@ class LoadBudget(Budget):
         tokens, seconds = float(num_reqs), self._step.seconds(num_reqs)
         best = tokens, seconds, np.inf
         found = sorted(scores[np.isfinite(scores)].tolist(), reverse=True)
-        for n, (score, following) in enumerate(pairwise([*found, -np.inf]), start=1):
+        rows = range(num_reqs + 1, num_reqs + len(found) + 1)
+        costs = self._step.seconds_of(rows, 1.0)
+        pairs = pairwise([*found, -np.inf])
+        for (score, following), seconds in zip(pairs, costs, strict=True):
             tokens += CAUTION * math.exp(score)
             if score == following:
                 continue  # what is equal is admitted together
-            seconds = self._step.seconds(num_reqs + n, 1.0)
             if tokens * best[1] > best[0] * seconds:
                 best = tokens, seconds, score
         return best

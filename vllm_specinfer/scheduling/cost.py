@@ -1,7 +1,7 @@
 """What a step costs: seconds as a line in its rows, from noisy timings."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -71,8 +71,13 @@ class CostLine:
 
     def seconds(self, rows: float, extra: float = 0.0) -> float:
         """What so many rows take; never falls with them."""
+        return self.seconds_of([rows], extra)[0]
+
+    def seconds_of(self, rows: Iterable[float], extra: float = 0.0) -> list[float]:
+        """The same for several numbers of rows."""
         start, slope, more = self._coefficients()
-        return start + slope * self._padded(rows) + more * extra
+        start += more * extra
+        return [start + slope * self._padded(n) for n in rows]
 
     def _padded(self, rows: float) -> float:
         place = bisect_left(self._sizes, rows)

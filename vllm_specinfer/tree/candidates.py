@@ -150,7 +150,7 @@ def merge(sources: Sequence[Candidates]) -> tuple[Candidates, list[np.ndarray]]:
         trie: dict[tuple[int, int], int] = {}
         misses: list[float] = []
         for source, column in zip(sources, columns, strict=True):
-            found = np.flatnonzero(np.isfinite(source.scores[r]))
+            (found,) = np.isfinite(source.scores[r]).nonzero()
             chances = np.exp(source.scores[r, found].astype(np.float64)).tolist()
             tokens = source.tokens[r, found].tolist()
             parents = source.parents[r, found].tolist()

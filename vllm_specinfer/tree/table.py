@@ -130,7 +130,7 @@ class StepPlan:
 
     def tree_requests(self) -> list[int]:
         """Batch indices of the requests with a live tree."""
-        return np.flatnonzero(self.is_tree).tolist()
+        return self.is_tree.nonzero()[0].tolist()
 
     def positions(self) -> np.ndarray:
         """[T] int64 positions of all rows; siblings share one."""

@@ -290,12 +290,12 @@ class TreeSampler:
 
         What vLLM's sampler does besides takes several times as long as the draw.
         """
-        least = self._answers[slots].min()
-        if least == UNKNOWN:
+        answers = self._answers[slots].tolist()
+        if UNKNOWN in answers:
             for slot in slots[self._answers[slots] == UNKNOWN]:
                 self._answers[slot] = self._only_draws_from(slot)
-            least = self._answers[slots].min()
-        return bool(least)
+            answers = self._answers[slots].tolist()
+        return all(answers)
 
     def _only_draws_from(self, slot: int) -> bool:
         """What `_only_draws` asks of one request; the answer never changes."""
