@@ -4,14 +4,15 @@
         [--data mtbench humaneval] [--batches 1 2 4 8 16 32] [--temperatures 0 1]
         [--out FOLDER] [options of `bench`]
 
-`vllm-specinfer bench` with all answers of one length, on the prompts of all data
-together, which begin with the same tokens, so many with the prompt (0: none), as behind
-a long system prompt.
+`vllm-specinfer bench` with answers of half to one and a half times `--max-tokens`, so
+that requests come and go one by one. Prompts are those of all data, mixed; all begin
+with the same tokens, so many with the prompt (0: none), as behind a long system prompt.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -52,6 +53,8 @@ def main() -> int:
     target = args.target or str(assets.smollm2())
     files = []
     prompts = sum((assets.prompt_ids(data, model=target) for data in args.data), [])
+    # Engines whose requests part read prompts of the next turn, too.
+    random.Random(0).shuffle(prompts)
     data = ", ".join(Path(data).stem for data in args.data)
     for length in args.contexts:
         name = data + (f" after {length} tokens" if length else "")
@@ -64,7 +67,7 @@ def main() -> int:
         model = args.pool if name == "good" else wrong_ssm(args.pool, args.out / name)
         configs += ["--config", f"{name}={json.dumps({'model': str(model)})}"]
     engine = ["--engine", '{"dtype": "float32"}']
-    common = ["bench", "--ignore-eos", "--target", target]
+    common = ["bench", "--ignore-eos", "--range-ratio", "0.5", "--target", target]
     common += ["--out", str(args.out), "--prompts", *files]
     return cli.main([*common, *configs, *engine, *rest])
 

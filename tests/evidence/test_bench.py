@@ -201,6 +201,14 @@ def test_a_bench_that_is_cut_off_has_its_finished_cells(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "bench.json").read_text())["command"] == ["bench"]
 
 
+def test_the_lengths_of_answers_are_spread_evenly():
+    settings = bench.BenchSettings("", {}, ["p"], max_tokens=100, range_ratio=0.5)
+    lengths = settings.lengths(4)
+    assert sorted(lengths) == [62, 88, 112, 138] and lengths != sorted(lengths)
+    assert settings.longest == 150
+    assert bench.BenchSettings("", {}, ["p"], max_tokens=100).lengths(2) == [100, 100]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -215,6 +223,14 @@ def test_a_bench_that_is_cut_off_has_its_finished_cells(monkeypatch, tmp_path):
         (["--config", 'a={"model": "ngram"}', "--starts", "0"], "at least 1; got 0"),
         (["--config", 'a={"model": "ngram"}', "--max-tokens", "1"], "at least 2; got"),
         (["--config", 'a={"model": "ngram"}', "--batches", "9"], "at least 9 prompts"),
+        (
+            ["--config", 'a={"model": "ngram"}', "--range-ratio", "1"],
+            "at least 0 and below 1; got 1.0",
+        ),
+        (
+            ["--config", 'a={"model": "ngram"}', "--range-ratio", "0.5", "--served"],
+            "of one length with --served; got --range-ratio 0.5",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

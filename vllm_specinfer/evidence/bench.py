@@ -52,6 +52,9 @@ class BenchSettings:
         max_prompts: Of each set, spread over it; 0 for all.
         max_tokens: Of each answer.
         ignore_eos: All answers are that long.
+        range_ratio: Their lengths are spread by so much of that in both directions, the
+            same for every engine. Where all are equally long, the requests of plain
+            vLLM stay in step, and it reads their prompts in one pass.
         engine: Further arguments of every `vllm.LLM`.
         starts: How often everything is measured, in alternating orders of starting.
         max_turns: Of each cell and start, those that count; 0 for as many as there are
@@ -66,6 +69,7 @@ class BenchSettings:
     max_prompts: int = 0
     max_tokens: int = 128
     ignore_eos: bool = False
+    range_ratio: float = 0.0
     engine: dict[str, Any] = field(default_factory=dict)
     starts: int = 1
     max_turns: int = 0
@@ -84,11 +88,26 @@ class BenchSettings:
             raise ValueError(f"starts must be at least 1; got {self.starts}")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2; got {self.max_tokens}")
+        if not 0 <= self.range_ratio < 1:
+            raise ValueError(
+                f"range_ratio must be at least 0 and below 1; got {self.range_ratio}"
+            )
 
     @property
     def cells(self) -> list[Cell]:
         """What every method is measured on."""
         return list(itertools.product(self.prompts, self.temperatures, self.batches))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of an answer."""
+        return round(self.max_tokens * (1 + self.range_ratio))
+
+    def lengths(self, count: int) -> list[int]:
+        """Of so many answers, in no order."""
+        spread = (np.random.default_rng(0).permutation(count) + 0.5) / count
+        factors = 1 + self.range_ratio * (2 * spread - 1)
+        return (self.max_tokens * factors).round().astype(int).tolist()
 
 
 # [p][tokens] by name of the set.
@@ -201,7 +220,7 @@ def start_method(settings: BenchSettings, prompts: Prompts, name: str) -> Any:
     longest = max(map(len, itertools.chain(*prompts.values())))
     return start_engine(
         settings.target,
-        longest + settings.max_tokens + ROOM_FOR_DRAFTS,
+        longest + settings.longest + ROOM_FOR_DRAFTS,
         max(settings.batches),
         settings.configs.get(name),
         settings.engine,
@@ -228,12 +247,12 @@ def measure(
             params = [
                 SamplingParams(
                     temperature=temperature,
-                    max_tokens=settings.max_tokens,
+                    max_tokens=length,
                     ignore_eos=settings.ignore_eos,
                     seed=i,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                for i in range(len(chosen))
+                for i, length in enumerate(settings.lengths(len(chosen)))
             ]
             traffic = {}
             for name, llm in engines.items():

@@ -240,6 +240,14 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         "--ignore-eos", action="store_true", help="all answers have --max-tokens"
     )
     parser.add_argument(
+        "--range-ratio",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="spread that from 1 - R to 1 + R times --max-tokens, so that requests "
+        "come and go one by one (0)",
+    )
+    parser.add_argument(
         "--served",
         action="store_true",
         help="through servers, one after the other, driven by vLLM's bench serve",
@@ -284,6 +292,7 @@ def _bench(args: argparse.Namespace) -> int:
         max_prompts=args.max_prompts,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
+        range_ratio=args.range_ratio,
         engine=args.engine,
         starts=args.starts,
         max_turns=args.max_turns,

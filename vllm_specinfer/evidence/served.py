@@ -53,6 +53,11 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
         ValueError: The input cannot be used, or a server does not start.
         OSError: A file is missing or the disk is full.
     """
+    if settings.range_ratio:
+        raise ValueError(
+            "answers must be of one length with --served; got --range-ratio "
+            f"{settings.range_ratio}"
+        )
     prompts = load_prompts(settings)
     out.mkdir(parents=True, exist_ok=True)
     configs = {PLAIN: None, **settings.configs}
