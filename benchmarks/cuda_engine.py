@@ -4,7 +4,7 @@
 
 - equality: greedy and seeded texts in float32, beside plain vLLM on Model Runner V2 and
   its own Triton attention; every text that differs is told with its first place.
-- equality_graphs: the same with CUDA graphs of the verification.
+- equality_graphs: the same with CUDA graphs of verification and drafting.
 - steps: seconds of a decoding step by nodes per tree and by batch.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - speed_graphs: the same with CUDA graphs in all three.

@@ -5,6 +5,9 @@ from the device for it goes through `read`, where the host waits; everything it 
 goes through `stage`, where it does not. On a CPU both are views of the same memory.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -31,20 +34,26 @@ def read(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
 
 def stage(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
     """Arrays on the device, in one copy that nobody waits for; views on a CPU."""
-    views = [torch.from_numpy(array) for array in arrays]
     if is_host(device):
-        return tuple(views)
-    ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays])
-    starts = [0, *ends[:-1].tolist()]
-    packed = np.empty(ends[-1], np.uint8)
-    for start, array in zip(starts, arrays, strict=True):
-        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        packed[start : start + array.nbytes] = values
-    sent = async_tensor_h2d(packed, device=device)
-    return tuple(
-        sent[start : start + view.nbytes].view(view.dtype).view(view.shape)
-        for start, view in zip(starts, views, strict=True)
-    )
+        return tuple(torch.from_numpy(array) for array in arrays)
+    return _views(async_tensor_h2d(_packed(arrays), device=device), arrays)
+
+
+class StagedBuffers:
+    """Tensors on the device that stay where they are, filled in one copy.
+
+    Attributes:
+        tensors: As the arrays that they were made for.
+    """
+
+    def __init__(self, device: torch.device, *arrays: np.ndarray) -> None:
+        """Tensors of the arrays' shapes and types, with their values."""
+        self._sent = async_tensor_h2d(_packed(arrays), device=device)
+        self.tensors = _views(self._sent, arrays)
+
+    def fill(self, *arrays: np.ndarray) -> None:
+        """Other values, of the same shapes and types; nobody waits for the copy."""
+        async_tensor_h2d(_packed(arrays), out=self._sent)
 
 
 def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
@@ -60,6 +69,33 @@ def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
 def is_host(device: torch.device) -> bool:
     """Whether the device's memory is the host's."""
     return device.type == "cpu"
+
+
+def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where each array begins among packed ones, in bytes, and where they all end."""
+    sizes = (-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def _packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    *starts, end = _starts(arrays)
+    packed = np.zeros(end, np.uint8)
+    for start, array in zip(starts, arrays, strict=True):
+        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        packed[start : start + array.nbytes] = values
+    return packed
+
+
+def _views(
+    packed: torch.Tensor, arrays: Sequence[np.ndarray]
+) -> tuple[torch.Tensor, ...]:
+    """Packed arrays as tensors."""
+    return tuple(
+        packed[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -84,6 +84,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._reads_states = self.speculative_config.reads_states
         self._reads_layers = self.speculative_config.reads_layers
         self._asked: DraftRequest | None = None
+        self._captures = False
         self._finished_at = 0.0
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
@@ -96,11 +97,16 @@ class TreeSpeculator(DraftModelSpeculator):
         self.reasons: dict[str, str] = {}
         self._stats = WorkerStats()
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing to prepare: no CUDA graphs are captured."""
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Note whether drafting is to be captured."""
+        self._captures = cudagraph_mode.has_full_cudagraphs()
 
+    @torch.inference_mode()
     def capture(self) -> None:
-        """Nothing to capture."""
+        """Capture the passes of SSMs and heads; called once the target's are."""
+        if self._captures:
+            for source in self.sources.ssms:
+                source.capture()
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]

@@ -32,7 +32,11 @@ def main() -> None:
 
     from tests.e2e import engine
     from tests.e2e.device_guard import guarded
-    from tests.e2e.interpreted_worker import counted, positions_as_captured
+    from tests.e2e.interpreted_worker import (
+        counted,
+        graphs_replayed,
+        positions_as_captured,
+    )
     from vllm_specinfer import config, plugin
 
     target, ssm, head, output = sys.argv[1:]
@@ -71,12 +75,13 @@ def main() -> None:
         # The interpreter fails on vLLM's kernel for top-k and top-p.
         mock.patch.object(topk_topp_sampler, "HAS_TRITON", False),
         positions_as_captured(),
+        graphs_replayed() as passes,
         guarded(launches) as guard,
         counted(lambda: guard.num_reads) as reads,
     ):
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
     of_cpu = dict(zip(("plain", "sampled", "mss"), of_cpu, strict=True))
-    counts = {"launches": launches, "reads": np.diff(reads).tolist()}
+    counts = {"launches": launches, "reads": np.diff(reads).tolist(), "passes": passes}
     Path(output).write_text(json.dumps([of_cpu, found, counts]))
 
 

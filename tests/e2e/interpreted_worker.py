@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
@@ -36,10 +37,43 @@ class InterpretedWorker(SpecInferCPUWorker):
         selector._cached_get_attn_backend.cache_clear()
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's GPU worker: made-up steps, after what a capture of graphs does."""
+        """As vLLM's GPU worker: made-up steps, after a capture of graphs."""
         self.model_runner.model_state.prepare_dummy_inputs(1, 1)
+        speculator = self.model_runner.speculator
+        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+        speculator.capture()
         warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().compile_or_warm_up_model()
+
+
+@contextmanager
+def graphs_replayed() -> Iterator[list[str]]:
+    """Graphs that launch once more what was captured; which passes were one."""
+    from vllm_specinfer.drafting import ssm
+
+    prepared, passes = ssm.NeuralSSM._prepared, []
+
+    def captured(launch: Callable, *_: Any) -> tuple[Any, Callable[[], None]]:
+        outputs = launch()
+
+        def replay() -> None:
+            passes.append("graph")
+            for kept, output in zip(outputs, launch(), strict=True):
+                kept.copy_(output)
+
+        return outputs, replay
+
+    def eager(
+        self: ssm.NeuralSSM, rows: ssm.PassRows, *args: Any, **more: Any
+    ) -> Callable:
+        passes.append("level" if rows.is_tree.any() else "catch-up")
+        return prepared(self, rows, *args, **more)
+
+    with (
+        mock.patch.object(ssm, "captured", captured),
+        mock.patch.object(ssm.NeuralSSM, "_prepared", eager),
+    ):
+        yield passes
 
 
 @contextmanager

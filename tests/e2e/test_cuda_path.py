@@ -4,6 +4,7 @@
 `vllm_specinfer/device.py`, or hands a kernel what a GPU could not see.
 """
 
+import collections
 import json
 import os
 import subprocess
@@ -70,6 +71,14 @@ def test_a_step_waits_for_the_device_a_few_times(outputs) -> None:
     reads = outputs[2]["reads"]
     assert len(reads) > 30
     assert 3 <= max(reads) <= MOST_READS
+
+
+def test_drafting_runs_in_graphs_but_for_prompts(outputs) -> None:
+    passes = collections.Counter(outputs[2]["passes"])
+    assert passes["graph"] > 60
+    assert passes["level"] == 0
+    # The longer prompts, and what is captured: three times, for two requests and one.
+    assert 0 < passes["catch-up"] < 20
 
 
 def test_all_blocks_are_given_back(outputs) -> None:

@@ -54,3 +54,7 @@ class HostBlocks:
     def rows(self, slots: np.ndarray) -> torch.Tensor:
         """[R, max_blocks] rows of these slots, on the device."""
         return self._on_device[stage(self._on_device.device, slots)[0]]
+
+    def fill(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """The rows of slots [R], both on the device, into rows [R, max_blocks]."""
+        torch.index_select(self._on_device, 0, slots, out=rows)

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.device import stage
+from vllm_specinfer.drafting.graphs import Outputs
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -104,8 +105,11 @@ class EagleHead(NeuralSSM):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         states: torch.Tensor | None,
-    ) -> torch.Tensor:
-        hidden, self._own = self.model(input_ids, positions, states)
+    ) -> Outputs:
+        return self.model(input_ids, positions, states)
+
+    def _taken(self, outputs: Outputs) -> torch.Tensor:
+        hidden, self._own = outputs
         return hidden
 
     def _dummy_states(self, num_rows: int) -> torch.Tensor:

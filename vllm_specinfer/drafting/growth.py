@@ -82,7 +82,7 @@ class TreeGrowth:
         self._found: Candidates | None = None
         # [R, C, X] what `extend` was told of the candidates.
         self.features: np.ndarray | None = None
-        self._words = num_words(_most_scratch(tree, num_nodes))
+        self._words = level_words(tree, num_nodes)
         # The frontier, to begin with the roots. [R, F'] columns of candidates, which of
         # them are in it, and their rows in the next pass:
         self._columns = np.full((num_reqs, 1), ROOT, np.int32)
@@ -192,14 +192,14 @@ class TreeGrowth:
         )
 
 
+def level_sizes(tree: Tree, num_nodes: int) -> tuple[int, ...]:
+    """Most nodes of each level of a tree of N nodes whose children are asked for."""
+    if isinstance(tree, BestFirstTree):
+        return (min(tree.max_width, num_nodes),) * (tree.max_depth - 1)
+    return tree.level_sizes[:-1]
+
+
 @functools.cache
-def _most_scratch(tree: Tree, num_nodes: int) -> int:
-    """Scratch slots that a tree of N nodes may need."""
-    level, total = 1, 0
-    for depth in range(tree.max_depth - 1):
-        if isinstance(tree, BestFirstTree):
-            level = min(tree.max_width, num_nodes)
-        else:
-            level *= tree.widths[depth]
-        total += level
-    return max(total, 1)
+def level_words(tree: Tree, num_nodes: int) -> int:
+    """64-bit words for a bit of each of these nodes (W)."""
+    return num_words(max(sum(level_sizes(tree, num_nodes)), 1))

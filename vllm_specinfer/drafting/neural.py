@@ -4,7 +4,7 @@ import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.children import ChildChooser
-from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import Tree
@@ -53,6 +53,12 @@ class NeuralSource:
     def work(self) -> tuple[int, int]:
         """Rows of forward passes so far, and passes over levels of trees."""
         return self.ssm.num_rows, self.ssm.num_levels
+
+    def capture(self) -> None:
+        """Capture graphs of what decoding runs: levels, and paths of that depth."""
+        sizes = level_sizes(self._tree, self._num_nodes)
+        rows = max((self._tree.max_depth + 1, *sizes))
+        self.ssm.capture(rows, level_words(self._tree, self._num_nodes))
 
     def num_unread(self, step: DraftStep) -> int:
         """Known tokens of the batch that the SSM has not read yet."""

@@ -8,6 +8,7 @@ first `_num_caught_up` rows; a growing tree uses the slots after the last row as
 scratch, which the next catch-up pass overwrites.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,16 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.attention.metadata import TreeRows
-from vllm_specinfer.device import read, stage
+from vllm_specinfer.device import StagedBuffers, read, stage
 from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.graphs import (
+    GraphShape,
+    Outputs,
+    PassGraph,
+    PassGraphs,
+    PassRows,
+    captured,
+)
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import DraftHead
 from vllm_specinfer.drafting.source import DraftStep
@@ -65,6 +74,7 @@ class NeuralSSM:
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
         self._scheduler_config = vllm_config.scheduler_config
+        self._graphs: PassGraphs | None = None
         self._num_caught_up = np.zeros(self._scheduler_config.max_num_seqs, np.int64)
 
     def bind(
@@ -99,8 +109,9 @@ class NeuralSSM:
             )
         self._groups = attn_groups[used[0]]
         self._group_id = used[0]
-        self._input_blocks = block_tables.input_block_tables[used[0]]
         self._blocks = HostBlocks(block_tables, used[0])
+        # Those of another KV cache are worth nothing.
+        self._graphs = None
         self._block_size = block_tables.block_sizes[used[0]]
         self._written = WrittenBlocks(
             kv_cache_config.num_blocks,
@@ -131,7 +142,7 @@ class NeuralSSM:
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
         states = self._dummy_states(len(input_ids))
-        hidden = self._run(input_ids, positions, None, None, states)
+        hidden = self._taken(self._run(input_ids, positions, None, None, states))
         self._head.likeliest(hidden[:1], 1)
 
     def num_unread(self, step: DraftStep) -> int:
@@ -163,37 +174,23 @@ class NeuralSSM:
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         row_slots = np.repeat(slots, counts)
-        tokens = step.all_token_ids[row_slots, positions + self.lookahead]
-        kv_slots = self._kv_slots(row_slots, positions)
-        seq_lens = num_rows[part].astype(np.int32)
-        ids, at, cells, begins, lengths, batch_rows, last = stage(
-            self._device,
-            tokens,
-            positions,
-            kv_slots,
+        rows = PassRows.chains(
+            slots,
             starts,
-            seq_lens,
-            part,
-            (starts[1:] - 1)[np.searchsorted(part, growing)],
+            seq_lens=num_rows[part].astype(np.int32),
+            tokens=step.all_token_ids[row_slots, positions + self.lookahead],
+            positions=positions,
+            kv_slots=self._kv_slots(row_slots, positions),
         )
-        common = CommonAttentionMetadata(
-            block_table_tensor=self._input_blocks[batch_rows],
-            query_start_loc=begins,
-            seq_lens=lengths,
-            slot_mapping=cells,
-            positions=at,
-            **_host_side(starts, seq_lens),
-        )
-        metadata = self._metadata(lambda builder: builder.build(0, common))
-        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
-        hidden = self._run(ids, at, metadata, cells, self._states(slots, counts))
+        hidden = self._run_rows(rows, self._states(slots, counts))
         self._num_caught_up[slots] = num_rows[part]
         size = self._block_size
         for i in np.flatnonzero(first // size < num_rows[part] // size):
             slot = int(slots[i])
             known = step.all_token_ids[slot, self.lookahead : step.num_tokens[part[i]]]
             self._written.complete(slot, self._blocks.table[slot], known)
-        return self._last(hidden, last)
+        last = (starts[1:] - 1)[np.searchsorted(part, growing)]
+        return self._last(hidden, stage(self._device, last)[0])
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
@@ -217,32 +214,19 @@ class NeuralSSM:
         seq_lens = num_rows.astype(np.int32)
         flat = num_rows[requests] + frontier.scratch
         np.maximum.at(seq_lens, requests, flat.astype(np.int32) + 1)
-        kv_slots = self._kv_slots(slots[requests], flat)
-        ids, at, cells, begins, lengths, *tree = stage(
-            self._device,
-            frontier.tokens.astype(np.int32),
-            # A node's position id is its depth, not its scratch slot.
-            num_rows[requests] - 1 + frontier.depth,
-            kv_slots,
+        rows = PassRows(
+            slots,
             starts,
             seq_lens,
-            np.ones(len(slots), bool),
-            num_rows.astype(np.int32),
-            frontier.ancestor_bits,
+            tokens=frontier.tokens.astype(np.int32),
+            # A node's position id is its depth, not its scratch slot.
+            positions=num_rows[requests] - 1 + frontier.depth,
+            kv_slots=self._kv_slots(slots[requests], flat),
+            is_tree=np.ones(len(slots), bool),
+            context_lens=num_rows.astype(np.int32),
+            ancestor_bits=frontier.ancestor_bits,
         )
-        common = CommonAttentionMetadata(
-            block_table_tensor=self._blocks.rows(slots),
-            query_start_loc=begins,
-            seq_lens=lengths,
-            slot_mapping=cells,
-            positions=at,
-            **_host_side(starts, seq_lens),
-        )
-        rows = TreeRows(*tree, all_tree=True)
-        metadata = self._metadata(lambda builder: builder.build_level(common, rows))
-        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
-        states = self._states_of_parents(frontier)
-        return self._run(ids, at, metadata, cells, states)
+        return self._run_rows(rows, self._states_of_parents(frontier))
 
     def likeliest(
         self, hidden: torch.Tensor, count: int
@@ -260,13 +244,92 @@ class NeuralSSM:
         kv_slots = blocks.astype(np.int64) * size + safe % size
         return np.where(inside, kv_slots, PAD_SLOT_ID)
 
-    def _metadata(self, build: Callable[[Any], object]) -> dict[str, object]:
-        """What each layer's builder makes of a pass, by layer."""
+    def capture(self, rows_per_req: int, words: int) -> None:
+        """Capture graphs of the passes that decoding needs, on CUDA.
+
+        Args:
+            rows_per_req: Most rows of a request in such a pass.
+            words: 64-bit words per bit row of a level (W).
+        """
+        most = self._scheduler_config.max_num_seqs
+        self._graphs = PassGraphs(GraphShape(most, rows_per_req, words), self._captured)
+
+    def _captured(self, shape: GraphShape) -> PassGraph:
+        padding = PassRows.padding(shape)
+        inputs = StagedBuffers(self._device, *padding)
+        table = self._blocks.rows(padding.slots)
+        states = self._dummy_states(shape.num_rows)
+        # What the kernels are launched for, whatever a pass brings.
+        bounds = _host_side(
+            np.arange(shape.num_reqs + 1, dtype=np.int32) * shape.rows_per_req,
+            np.full(shape.num_reqs, self.max_model_len, np.int32),
+        )
+        tensors = PassRows(*inputs.tensors)
+        run = self._prepared(tensors, table, bounds, states, in_tree=True)
+
+        def launch() -> Outputs:
+            self._blocks.fill(table, tensors.slots)
+            return run()
+
+        outputs, replay = captured(launch, self._device, self._vllm_config)
+        return PassGraph(shape, inputs, states, outputs, replay)
+
+    def _run_rows(self, rows: PassRows, states: torch.Tensor | None) -> torch.Tensor:
+        """[F, hidden] hidden states of rows, whose K/V is written."""
+        self.num_rows += len(rows.tokens)
+        self._written.overwrite(rows.kv_slots[rows.kv_slots != PAD_SLOT_ID])
+        graph = self._graphs and self._graphs.of(rows)
+        if graph:
+            return self._taken(graph.run(rows, states))
+        run = self._prepared(
+            PassRows(*stage(self._device, *rows)),
+            self._blocks.rows(rows.slots),
+            _host_side(rows.starts, rows.seq_lens),
+            states,
+            bool(rows.is_tree.any()),
+        )
+        return self._taken(run())
+
+    def _prepared(
+        self,
+        rows: PassRows,
+        block_table: torch.Tensor,
+        bounds: dict[str, Any],
+        states: torch.Tensor | None,
+        in_tree: bool,
+    ) -> Callable[[], Outputs]:
+        """A pass of which nothing but the launches is left.
+
+        Args:
+            rows: On the device.
+            block_table: [R, max_blocks] of its requests.
+            bounds: As of `_host_side`.
+            states: As of `_forward`.
+            in_tree: Rows may be nodes of trees.
+        """
+        common = CommonAttentionMetadata(
+            block_table_tensor=block_table,
+            query_start_loc=rows.starts,
+            seq_lens=rows.seq_lens,
+            slot_mapping=rows.kv_slots,
+            positions=rows.positions,
+            **bounds,
+        )
+        tree = TreeRows(
+            rows.is_tree, rows.context_lens, rows.ancestor_bits, all_tree=True
+        )
         metadata: dict[str, object] = {}
         for group in self._groups:
-            built = build(group.get_metadata_builder())
+            builder = group.get_metadata_builder()
+            built = (
+                builder.build_level(common, tree)
+                if in_tree
+                else builder.build(0, common)
+            )
             metadata.update(dict.fromkeys(group.layer_names, built))
-        return metadata
+        return functools.partial(
+            self._run, rows.tokens, rows.positions, metadata, rows.kv_slots, states
+        )
 
     def _run(
         self,
@@ -275,12 +338,11 @@ class NeuralSSM:
         metadata: dict[str, object] | None,
         kv_slots: torch.Tensor | None,
         states: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Outputs:
         slot_mapping = None
         if kv_slots is not None:
             slot_mapping = dict.fromkeys(self._layer_names, kv_slots)
         num_rows = input_ids.shape[0]
-        self.num_rows += num_rows
         with set_forward_context(
             metadata,
             self._vllm_config,
@@ -295,10 +357,14 @@ class NeuralSSM:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         states: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Outputs:
         """The model's pass; an SSM has no use for states."""
         hidden = self.model(input_ids=input_ids, positions=positions)
-        return hidden[0] if isinstance(hidden, tuple) else hidden
+        return hidden[:1] if isinstance(hidden, tuple) else (hidden,)
+
+    def _taken(self, outputs: Outputs) -> torch.Tensor:
+        """The hidden states of a pass."""
+        return outputs[0]
 
     def _states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor | None:
         """What the rows of a catch-up pass read besides their tokens."""

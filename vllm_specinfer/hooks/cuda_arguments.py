@@ -47,7 +47,7 @@ def choose(args: "EngineArgs") -> None:
         args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         logger.info(
             "specinfer: CUDA graphs are off; compilation_config.cudagraph_mode has "
-            "verification captured, drafting runs without"
+            "verification and drafting captured"
         )
 
 

@@ -1,0 +1,197 @@
+"""CUDA graphs of an SSM's passes: one copy and one launch instead of dozens.
+
+A graph runs so many requests with so many rows each, over buffers that every pass
+fills. What is not needed is padding: requests without rows, rows whose K/V goes
+nowhere. Levels of trees and short catch-up passes are the same graph, as the kernel of
+tree attention takes both. vLLM's own speculator with a draft model has no graphs
+(vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py). Not yet run on a GPU.
+
+Dimension legend: R requests, F rows of all of them, W 64-bit words per bit row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.compilation.cudagraph_pool import capture_pool
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import graph_capture
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import current_stream
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from vllm_specinfer.device import StagedBuffers
+
+# What a pass gives: hidden states [F, H], and whatever else its model returns by row.
+Outputs = tuple[torch.Tensor, ...]
+
+
+class PassRows(NamedTuple):
+    """Rows of one forward pass, request by request.
+
+    Attributes:
+        slots: [R] int64 request slots.
+        starts: [R + 1] int32 first row of each request.
+        seq_lens: [R] int32 K/V positions of each request once its rows are written.
+        tokens: [F] int32.
+        positions: [F] int64.
+        kv_slots: [F] int64, `PAD_SLOT_ID` for K/V that goes nowhere.
+        is_tree: [R] whether a request's rows are nodes of a tree.
+        context_lens: [R] int32 K/V positions before the first of such rows.
+        ancestor_bits: [F, W] int64 what such rows see of each other.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    seq_lens: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    kv_slots: np.ndarray
+    is_tree: np.ndarray
+    context_lens: np.ndarray
+    ancestor_bits: np.ndarray
+
+    @classmethod
+    def chains(
+        cls,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        seq_lens: np.ndarray,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        kv_slots: np.ndarray,
+    ) -> "PassRows":
+        """Rows that follow each other; no tree."""
+        return cls(
+            *(slots, starts, seq_lens, tokens, positions, kv_slots),
+            is_tree=np.zeros(len(slots), bool),
+            context_lens=np.zeros(len(slots), np.int32),
+            ancestor_bits=np.zeros((len(tokens), 1), np.int64),
+        )
+
+    @classmethod
+    def padding(cls, shape: "GraphShape") -> "PassRows":
+        """Requests without rows."""
+        num_reqs, num_rows = shape.num_reqs, shape.num_rows
+        return cls(
+            slots=np.zeros(num_reqs, np.int64),
+            starts=np.zeros(num_reqs + 1, np.int32),
+            seq_lens=np.zeros(num_reqs, np.int32),
+            tokens=np.zeros(num_rows, np.int32),
+            positions=np.zeros(num_rows, np.int64),
+            kv_slots=np.full(num_rows, PAD_SLOT_ID, np.int64),
+            is_tree=np.zeros(num_reqs, bool),
+            context_lens=np.zeros(num_reqs, np.int32),
+            ancestor_bits=np.zeros((num_rows, shape.words), np.int64),
+        )
+
+    def padded(self, shape: "GraphShape") -> "PassRows":
+        """These rows first, then padding."""
+        result = PassRows.padding(shape)
+        for whole, part in zip(result, self, strict=True):
+            whole[tuple(slice(size) for size in part.shape)] = part
+        result.starts[len(self.starts) :] = self.starts[-1]
+        return result
+
+
+class GraphShape(NamedTuple):
+    """The largest pass of a graph.
+
+    Attributes:
+        num_reqs: Requests (R).
+        rows_per_req: Rows of each.
+        words: 64-bit words per bit row (W).
+    """
+
+    num_reqs: int
+    rows_per_req: int
+    words: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all requests (F)."""
+        return self.num_reqs * self.rows_per_req
+
+
+class PassGraph(NamedTuple):
+    """A captured pass.
+
+    Attributes:
+        shape: Its largest pass.
+        inputs: `PassRows` on the device, filled before each replay.
+        states: [F, D] what rows read besides their tokens; None for nothing.
+        outputs: What each replay overwrites.
+        replay: Runs it.
+    """
+
+    shape: GraphShape
+    inputs: StagedBuffers
+    states: torch.Tensor | None
+    outputs: Outputs
+    replay: Callable[[], None]
+
+    def run(self, rows: PassRows, states: torch.Tensor | None) -> Outputs:
+        """What a pass over these rows gives, until the next one."""
+        self.inputs.fill(*rows.padded(self.shape))
+        num_rows = len(rows.tokens)
+        if states is not None:
+            self.states[:num_rows].copy_(states)
+        self.replay()
+        return tuple(output[:num_rows] for output in self.outputs)
+
+
+class PassGraphs:
+    """The captured passes of one SSM, by how many requests they take."""
+
+    def __init__(
+        self,
+        most: GraphShape,
+        capture: Callable[[GraphShape], PassGraph],
+    ) -> None:
+        """Capture for 1, 2, 4, ... requests and for as many as there may be.
+
+        Args:
+            most: The largest pass.
+            capture: Captures one pass.
+        """
+        # The largest first: the others fit into its memory.
+        sizes = [most.num_reqs]
+        while sizes[-1] > 1:
+            sizes.append(1 << ((sizes[-1] - 1).bit_length() - 1))
+        self._graphs = [capture(most._replace(num_reqs=size)) for size in sizes]
+
+    def of(self, rows: PassRows) -> PassGraph | None:
+        """The smallest graph that takes a pass; None where none does."""
+        num_reqs, words = len(rows.slots), rows.ancestor_bits.shape[1]
+        most_rows = np.diff(rows.starts).max(initial=0)
+        for graph in reversed(self._graphs):
+            shape = graph.shape
+            if num_reqs <= shape.num_reqs:
+                fits = most_rows <= shape.rows_per_req and words <= shape.words
+                return graph if fits else None
+        return None
+
+
+def captured(
+    launch: Callable[[], Outputs], device: torch.device, vllm_config: VllmConfig
+) -> tuple[Outputs, Callable[[], None]]:
+    """What a function launches, as a CUDA graph.
+
+    Args:
+        launch: Works on the same tensors in each call; the host does not wait in it.
+        device: Where it runs.
+        vllm_config: The engine's.
+
+    Returns:
+        Its outputs, which a replay overwrites, and the replay.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), current_platform.get_global_graph_pool()
+    with graph_capture(device):
+        launch()  # what is compiled on first use is no part of the graph
+        with (
+            capture_pool(pool, vllm_config) as pool,
+            torch.cuda.graph(graph, pool, stream=current_stream()),
+        ):
+            outputs = launch()
+    return outputs, graph.replay
