@@ -90,6 +90,7 @@ def test_a_program_understands_the_command(words, monkeypatch, tmp_path):
             monkeypatch.setattr(sys, "argv", arguments[1:])
             runpy.run_module(arguments[1], run_name="__main__")
         monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.syspath_prepend((ROOT / arguments[0]).parent)  # as python does
         runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
 
 
