@@ -101,7 +101,6 @@ class TreeSpeculator(DraftModelSpeculator):
         """Note whether drafting is to be captured."""
         self._captures = cudagraph_mode.has_full_cudagraphs()
 
-    @torch.inference_mode()
     def capture(self) -> None:
         """Capture the passes of SSMs and heads; called once the target's are."""
         if self._captures:

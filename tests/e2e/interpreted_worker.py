@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import (
@@ -41,7 +42,8 @@ class InterpretedWorker(SpecInferCPUWorker):
         self.model_runner.model_state.prepare_dummy_inputs(1, 1)
         speculator = self.model_runner.speculator
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        speculator.capture()
+        with torch.inference_mode():
+            speculator.capture()
         warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().compile_or_warm_up_model()
 
@@ -85,8 +87,7 @@ def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
 
     def drafted(self: TreeSpeculator) -> Any:
         result = draft(self)
-        if result is not None:
-            found.append(counter())
+        found.append(counter())
         return result
 
     with mock.patch.object(TreeSpeculator, "draft", drafted):

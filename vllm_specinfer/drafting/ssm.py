@@ -252,9 +252,9 @@ class NeuralSSM:
             words: 64-bit words per bit row of a level (W).
         """
         most = self._scheduler_config.max_num_seqs
-        self._graphs = PassGraphs(GraphShape(most, rows_per_req, words), self._captured)
+        self._graphs = PassGraphs(GraphShape(most, rows_per_req, words), self._graph)
 
-    def _captured(self, shape: GraphShape) -> PassGraph:
+    def _graph(self, shape: GraphShape) -> PassGraph:
         padding = PassRows.padding(shape)
         inputs = StagedBuffers(self._device, *padding)
         table = self._blocks.rows(padding.slots)
