@@ -40,7 +40,7 @@ POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 
 BUILD, MERGE, VERIFY, COMMIT, POLICY = "build", "merge", "verify", "commit", "policy"
 PARTS = (BUILD, MERGE, VERIFY, COMMIT, POLICY)
-DECISIONS = ("grows", "drafts", "expands", "least_score")
+DECISIONS = ("grows", "drafts", "worth", "least_score")
 DECISIONS += ("observe_step", "observe_draft")
 
 SCHEMA = {
@@ -111,10 +111,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from vllm_specinfer.drafting import sources
-    from vllm_specinfer.drafting.growth import TreeGrowth
     from vllm_specinfer.scheduling.memory import BudgetMemory
-    from vllm_specinfer.tree.candidates import Candidates
     from vllm_specinfer.tree.table import StepPlan, TreeTable
     from vllm_specinfer.verify.sampler import TreeSampler
 
@@ -140,14 +137,14 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (source.ssm, "run_level", "  level: SSM pass", None),
         (source.ssm, "likeliest", "  level: head", None),
         (source.chooser, "choose", "  level: choice of children", BUILD),
-        (TreeGrowth, "extend", "  level: frontier", BUILD),
+        (asked.steps.grow, "extend", "  level: frontier", BUILD),
         (TreeTable, "plan_step", None, BUILD),
         (StepPlan, "positions", None, BUILD),
         (StepPlan, "ancestor_bits", None, BUILD),
         (scheduler, "update_draft_token_ids", None, BUILD),
         (asked, "propose", None, MERGE),
-        (sources, "merge", None, MERGE),
-        (Candidates, "best", None, MERGE),
+        (asked.steps, "merge", None, MERGE),
+        (asked.steps, "best", None, MERGE),
         (asked, "observe", None, POLICY),
         (BudgetMemory, "note_step", None, POLICY),
         *((budget, name, None, POLICY) for name in DECISIONS),

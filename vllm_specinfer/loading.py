@@ -12,12 +12,13 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 from vllm_specinfer.device import is_host
-from vllm_specinfer.drafting.children import ChildChooser, Coupled
+from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.options import SSMSource
 from vllm_specinfer.refusals import eagle_type
 from vllm_specinfer.scheduling.budget import Budget
@@ -40,6 +41,7 @@ def load_sources(
     configs = iter(spec.ssm_model_configs)
     num_nodes = spec.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+    steps = _steps_on(device)
     lookups: list[LookupSource] = []
     ssms: list[NeuralSource] = []
     for source in spec.sources:
@@ -54,13 +56,14 @@ def load_sources(
         ssms.append(
             NeuralSource(
                 ssm,
-                ChildChooser(spec.verification_rule, number, _coupled_on(device)),
+                ChildChooser(spec.verification_rule, number, steps.coupled),
                 source.tree or spec.tree,
                 source.num_speculative_tokens or num_nodes,
                 budget,
+                steps,
             )
         )
-    sources = SourceSet(lookups, ssms, spec.tree, num_nodes, budget)
+    sources = SourceSet(lookups, ssms, spec.tree, num_nodes, budget, steps)
     if budget.learns and spec.options.scheduler == "learned":
         _give_predictors(sources, spec.options.scheduler_file)
     return sources
@@ -102,13 +105,12 @@ def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
     return BudgetMemory(file, sources)
 
 
-def _coupled_on(device: torch.device) -> Coupled | None:
-    """The C++ kernel, a tenth of a step's choices; None where there is none."""
+def _steps_on(device: torch.device) -> TreeSteps:
     if not is_host(device):
-        return None
-    from vllm_specinfer.kernels.cpu import extension
+        return TreeSteps()
+    from vllm_specinfer.kernels.cpu.trees import compiled_steps
 
-    return getattr(extension.load(), "coupled_children", None)
+    return compiled_steps()
 
 
 def _give_predictors(sources: SourceSet, file: str | None) -> None:

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_specinfer.drafting.growth import TreeGrowth
+from vllm_specinfer.drafting.growth import EVERYTHING, TreeGrowth
+from vllm_specinfer.kernels.cpu.trees import CompiledGrowth, compiled_steps
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.scheduling.budget import Worth
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
@@ -24,24 +28,49 @@ def top(logprobs, k):
     return logprobs[order], order
 
 
-def everything(scores):
-    return np.ones(len(scores), bool)
+class Growth:
+    """The definition and its compiled twin, which must agree all the way."""
+
+    def __init__(self, *args):
+        self._both = TreeGrowth(*args), CompiledGrowth(*args)
+
+    @property
+    def num_children(self):
+        count, same = (growth.num_children for growth in self._both)
+        assert count == same
+        return count
+
+    def extend(self, logprobs, tokens):
+        found = [growth.extend(logprobs, tokens) for growth in self._both]
+        if None in found:
+            assert found == [None, None]
+            return None
+        for values, same in zip(*(vars(f).values() for f in found), strict=True):
+            assert np.array_equal(values, same)
+            assert np.asarray(values).dtype == np.asarray(same).dtype
+        return found[0]
+
+    def finish(self):
+        found, same = (growth.finish() for growth in self._both)
+        assert (found.scores == same.scores).all()
+        real = np.isfinite(found.scores)
+        assert (found.tokens[real] == same.tokens[real]).all()
+        assert (found.parents[real] == same.parents[real]).all()
+        return found
 
 
-def grow(
-    tree, num_nodes, seeds=(0,), capacity=None, max_depth=None, expands=everything
-):
+def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None, worth=EVERYTHING):
     """Run the level loop; returns the trees and the frontiers as lists of paths."""
     r = len(seeds)
     least = getattr(tree, "min_probability", 0)
     least = np.log(least) if least else -np.inf
-    growth = TreeGrowth(
+    growth = Growth(
         tree,
         num_nodes,
         np.full(r, 1000) if capacity is None else capacity,
         np.full(r, 1000) if max_depth is None else max_depth,
         np.full(r, least),
-        expands,
+        worth,
     )
     paths = [[] for _ in seeds]
     requests = list(range(r))
@@ -167,11 +196,7 @@ def test_nodes_below_the_least_probability_are_neither_kept_nor_expanded(seed):
 
 def test_only_nodes_worth_it_are_expanded():
     seeds = (3, 1, 4)
-
-    def likely(scores):
-        return scores >= np.log(0.15)
-
-    trees, levels = grow(BestFirstTree(4, 4, 0), 12, seeds, expands=likely)
+    trees, levels = grow(BestFirstTree(4, 4, 0), 12, seeds, worth=Worth(1, 0.15))
     expanded = [(q, path) for level in levels for q, path in level]
     chances = [np.exp(logprob_of(path, seeds[q])) for q, path in expanded]
     assert expanded and min(chances) >= 0.15
@@ -181,3 +206,35 @@ def test_only_nodes_worth_it_are_expanded():
         real = np.flatnonzero(tree.tokens != NO_TOKEN)
         paths = {tuple(tree.path(i)) for i in real}
         assert paths > {path for r, path in expanded if r == q}
+
+
+def test_a_cpu_grows_by_the_compiled_twin():
+    assert compiled_steps().grow is CompiledGrowth
+
+
+@given(st.integers(0, 1 << 32))
+def test_definition_and_twin_agree_whatever_is_proposed(seed):
+    rng = np.random.default_rng(seed)
+    r, num_nodes = rng.integers(1, 5), int(rng.integers(1, 12))
+    tree = BestFirstTree(int(rng.integers(1, 6)), int(rng.integers(1, 5)), 0)
+    if rng.random() < 0.3:
+        tree = ExpansionTree(tuple(rng.integers(1, 4, rng.integers(1, 5)).tolist()))
+    growth = Growth(
+        tree,
+        num_nodes,
+        rng.integers(0, 200 if rng.random() < 0.5 else 12, r),
+        rng.integers(0, 7, r),
+        np.log(rng.choice([1e-9, 0.01, 0.1], r)),
+        Worth(*rng.random(3) / (1, 9, 2)) if rng.random() < 0.5 else EVERYTHING,
+    )
+    rows = r
+    while True:
+        shape = rows, growth.num_children
+        # Ties, and children that are none.
+        logprobs = -rng.integers(0, 12, shape).astype(np.float32) / 4
+        logprobs[rng.random(shape) < 0.1] = -np.inf
+        frontier = growth.extend(logprobs, rng.integers(0, VOCAB, shape))
+        if frontier is None:
+            break
+        rows = len(frontier.tokens)
+    growth.finish()

@@ -227,7 +227,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
     @contextlib.contextmanager
     def draft_and_save_every_step():
-        always = {n: getattr(Budget, n) for n in ("drafts", "expands", "least_score")}
+        always = {n: getattr(Budget, n) for n in ("drafts", "worth", "least_score")}
         with (
             mock.patch.object(memory, "SAVE_STEPS", 1),
             mock.patch.multiple(LoadBudget, **always),

@@ -179,14 +179,14 @@ def test_many_requests_make_drafting_not_worth_its_rows():
 def test_nodes_are_expanded_where_that_brings_more_than_pass_and_rows():
     for draft in (0.2e-3, 1e-3, 3e-3):
         budget = a_budget(10e-3, 0.01e-3, draft)
-        assert budget.expands(np.log([0.001])).all()  # nothing known yet
+        assert budget.worth().expands(np.log([0.001])).all()  # nothing known yet
         for _ in range(100):
             budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
         # 5.3 of 5.8 tokens in 10.1 ms and three passes, 0.54 below a sure node.
         worth = draft * 5.3 / (10.1e-3 + 3 * draft) / 0.54
-        assert not budget.expands(np.log([worth / 1.4])).any()
-        assert budget.expands(np.log([worth * 1.4])).all()
-        assert budget.expands(np.log([worth * 0.7] * 2)).all()
+        assert not budget.worth().expands(np.log([worth / 1.4])).any()
+        assert budget.worth().expands(np.log([worth * 1.4])).all()
+        assert budget.worth().expands(np.log([worth * 0.7] * 2)).all()
 
 
 def test_in_a_level_that_pays_nodes_that_do_not_pay_their_row_are_left_out():
@@ -196,11 +196,11 @@ def test_in_a_level_that_pays_nodes_that_do_not_pay_their_row_are_left_out():
         rows, levels = n % 32 + 1, n % 5
         budget.observe_draft(1, rows, levels, 0.2e-3 * rows + 0.2e-3 * levels)
     budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
-    found = budget.expands(np.log([0.9, 0.9, 0.9, 0.01]))
+    found = budget.worth().expands(np.log([0.9, 0.9, 0.9, 0.01]))
     assert found.tolist() == [True, True, True, False]
 
 
 def test_all_levels_and_nodes_of_a_static_budget_pay():
     budget = Budget()
-    assert budget.drafts(64) and budget.expands(np.log([1e-9])).all()
+    assert budget.drafts(64) and budget.worth().expands(np.log([1e-9])).all()
     assert budget.least_score(np.log(np.full((4, 8), 1e-9)), True) == -np.inf

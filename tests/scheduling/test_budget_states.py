@@ -76,7 +76,7 @@ class Budgets(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 1 << 32), frontier=st.integers(0, 9))
     def expand(self, seed, frontier):
         scores = some_scores(seed, 1, frontier)[0]
-        found = self.budget.expands(scores)
+        found = self.budget.worth().expands(scores)
         assert found.shape == (frontier,) and found.dtype == bool
         # Never one node and not a likelier one.
         assert not found.any() or found[scores >= scores[found].min()].all()
@@ -153,7 +153,7 @@ class DearDrafts(RuleBasedStateMachine):
         pairs = len(self.answers) // (LONGEST_PAUSE + 1) + 1 if len(asked) else 0
         assert len(asked) <= TRIES * pairs
         if len(self.answers) >= 20 and not any(self.answers[-20:]):
-            assert not self.budget.expands(np.zeros(4)).any()
+            assert not self.budget.worth().expands(np.zeros(4)).any()
 
 
 def test_a_restarted_budget_knows_what_a_plain_step_costs():

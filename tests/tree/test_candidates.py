@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates, merge
+from vllm_specinfer.kernels.cpu import trees as compiled
+from vllm_specinfer.tree import candidates
+from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
 # A tree as nodes (parent among the earlier ones, token, chance given the parent).
@@ -13,6 +15,27 @@ nodes = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 3), st.floats(0.05, 0.95)), max_size=12
 )
 sources = st.lists(st.lists(nodes, min_size=2, max_size=2), min_size=1, max_size=3)
+
+
+def merge(sources):
+    """By the definition and its compiled twin, which must agree."""
+    (union, columns), (same, theirs) = (
+        module.merge(sources) for module in (candidates, compiled)
+    )
+    assert (union.tokens == same.tokens).all()
+    assert (union.parents == same.parents).all()
+    assert union.scores == pytest.approx(same.scores, rel=1e-6)
+    for column, other in zip(columns, theirs, strict=True):
+        assert (column == other).all()
+    return union, columns
+
+
+def best(of, *args):
+    """Likewise."""
+    found, same = of.best(*args), compiled.best(of, *args)
+    for values, others in zip(vars(found).values(), vars(same).values(), strict=True):
+        assert np.array_equal(values, others) and values.dtype == others.dtype
+    return found
 
 
 def a_source(trees):
@@ -72,7 +95,7 @@ def test_a_merge_has_every_path_once_and_nothing_else(trees):
 @given(sources, st.integers(1, 9))
 def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
     union, _ = merge([a_source(of_source)[0] for of_source in trees])
-    finished = union.best(num_nodes, np.log(0.1))
+    finished = best(union, num_nodes, np.log(0.1))
     for r, tree in enumerate(finished.each()):
         tree.check_integrity()
         paths = paths_of(union, r)
@@ -95,10 +118,12 @@ def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
 def test_cut_candidates_are_the_tree_that_would_be_kept(trees, num_nodes):
     whole, _ = a_source(trees[0])
     cut = whole.cut(num_nodes)
-    kept, wanted = cut.best(12), whole.best(num_nodes)
-    for tree, expected in zip(kept.each(), wanted.each(), strict=True):
-        assert tree.tokens.tolist() == expected.tokens.tolist()
-        assert tree.parents.tolist() == expected.parents.tolist()
+    wanted = best(whole, num_nodes)
+    for kept in (best(cut, 12), best(whole, 12, -np.inf, num_nodes)):
+        assert kept.tokens.shape == (2, 12)
+        for tree, expected in zip(kept.each(), wanted.each(), strict=True):
+            assert tree.tokens.tolist() == expected.tokens.tolist()
+            assert tree.parents.tolist() == expected.parents.tolist()
     for r in range(2):  # the columns still are what draws were recorded for
         assert paths_of(cut, r).items() <= paths_of(whole, r).items()
 
@@ -115,6 +140,6 @@ def test_nodes_are_shared_by_path_not_by_token_and_depth():
 @pytest.mark.parametrize("num_sources", [1, 2])
 def test_a_step_without_a_request_that_grows_has_no_trees(num_sources):
     union, columns = merge([Candidates.empty(0, 3)] * num_sources)
-    trees = union.cut(8).best(8, -np.inf)
+    trees = best(union, 8)
     assert trees.tokens.shape == trees.parents.shape == (0, 8)
     assert len(columns) == num_sources and union.nth_score(8).shape == (0,)

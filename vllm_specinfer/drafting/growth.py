@@ -6,15 +6,16 @@ W 64-bit words per bit row.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_specinfer.options import BestFirstTree, Tree
+from vllm_specinfer.scheduling.budget import Worth
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
 
+EVERYTHING = Worth()
 _ONE = np.uint64(1)
 
 
@@ -57,7 +58,7 @@ class TreeGrowth:
         capacity: np.ndarray,
         max_depth: np.ndarray,
         least: np.ndarray,
-        expands: Callable[[np.ndarray], np.ndarray],
+        worth: Worth = EVERYTHING,
     ) -> None:
         """Start R empty trees.
 
@@ -68,7 +69,7 @@ class TreeGrowth:
             max_depth: [R] deepest node whose K/V may be written.
             least: [R] log of the probability below which a best-first tree does not
                 expand a node.
-            expands: Which of a level's nodes, by their scores [F], are worth it.
+            worth: Which of a level's nodes are expanded.
         """
         num_reqs = len(capacity)
         self._best_first = isinstance(tree, BestFirstTree)
@@ -77,7 +78,7 @@ class TreeGrowth:
         self._num_nodes = num_nodes
         self._capacity = capacity
         self._max_depth = max_depth
-        self._expands = expands
+        self._worth = worth
         self._depth = 0
         self._found: Candidates | None = None
         # [R, C, X] what `extend` was told of the candidates.
@@ -162,7 +163,7 @@ class TreeGrowth:
         else:
             chosen = np.broadcast_to(np.arange(num_new), (num_reqs, num_new))
         mask = live[rows, chosen] & (self._depth <= self._max_depth)[:, None]
-        mask[mask] = self._expands(new_logprobs[rows, chosen][mask])
+        mask[mask] = self._worth.expands(new_logprobs[rows, chosen][mask])
         if not mask.any():
             return None
         scratch = self._used[:, None] + mask.cumsum(axis=1) - 1

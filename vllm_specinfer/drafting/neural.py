@@ -7,6 +7,7 @@ from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -31,6 +32,7 @@ class NeuralSource:
         tree: Tree,
         num_nodes: int,
         budget: Budget,
+        steps: TreeSteps | None = None,
     ) -> None:
         """Make a source of an SSM.
 
@@ -40,7 +42,9 @@ class NeuralSource:
             tree: The shape.
             num_nodes: Most nodes that it may contribute to a tree.
             budget: Decides which nodes are expanded.
+            steps: Grows trees; their definitions by default.
         """
+        self._steps = steps or TreeSteps()
         self.ssm = ssm
         self.chooser = chooser
         self._tree = tree
@@ -76,13 +80,14 @@ class NeuralSource:
         """Catch up with the whole batch, grow the trees of R requests."""
         hidden = self.ssm.catch_up(step)
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
-        growth = TreeGrowth(
+        grow = self._steps.grow if self.predictor is None else TreeGrowth
+        growth = grow(
             self._tree,
             self._num_nodes,
             capacity=self.ssm.capacity(slots, num_tokens),
             max_depth=self.ssm.max_model_len - num_tokens,
             least=least,
-            expands=self._budget.expands,
+            worth=self._budget.worth(),
         )
         draws: DrawsByNode = [{} for _ in slots]
         if not len(slots):

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
+from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
@@ -25,11 +26,7 @@ from vllm_specinfer.scheduling.step_stats import (
     NO_CANDIDATES,
     SCHEDULE,
 )
-from vllm_specinfer.tree.candidates import (
-    NO_TOKEN,
-    FinishedTrees,
-    merge,
-)
+from vllm_specinfer.tree.candidates import NO_TOKEN, FinishedTrees
 from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -73,6 +70,7 @@ class SourceSet:
         tree: Tree,
         num_nodes: int,
         budget: Budget,
+        steps: TreeSteps | None = None,
     ) -> None:
         """Bring sources together.
 
@@ -82,7 +80,9 @@ class SourceSet:
             tree: The shape of the merged trees.
             num_nodes: Most nodes of one (N).
             budget: Decides what a step spends.
+            steps: Merges trees; their definitions by default.
         """
+        self.steps = steps or TreeSteps()
         self.lookups, self.ssms = lookups, ssms
         self._num_nodes = num_nodes
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
@@ -124,7 +124,7 @@ class SourceSet:
         if grows:
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
-                known, _ = merge([p.candidates for p in proposals])
+                known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
                 scores = known.scores
             asks = self._asks_ssms(step, least, scores)
@@ -138,9 +138,9 @@ class SourceSet:
                 reason = self._reason(False, most, grows, asks)
                 reasons = dict.fromkeys(range(num_reqs), reason)
                 return Drafts(trees, [{} for _ in least], [], reasons)
-        union, columns = merge([p.candidates for p in proposals])
+        union, columns = self.steps.merge([p.candidates for p in proposals])
         kept = max(self._least, self._budget.least_score(union.scores, asks))
-        trees = union.cut(most).best(self._num_nodes, kept)
+        trees = self.steps.best(union, self._num_nodes, kept, most)
         given, seen = self._given_by_source(proposals, columns, trees)
         for r, slot in enumerate(step.slots[step.growing].tolist()):
             features = [of_source[r] for of_source in seen]

@@ -136,18 +136,22 @@ def _by_quartile(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _plot(file: Path, results: Results, draw: Any) -> None:
-    """One panel per set of prompts and temperature."""
+    """One panel per set of prompts and temperature, two in a row."""
     pyplot = pyplot_for(file)
     if pyplot is None:
         return
     panels = collections.defaultdict(dict)
     for (source, temperature, batch), methods in results.items():
         panels[source, temperature][batch] = methods
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6 * len(panels), 4), squeeze=False, sharey=True
+        rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False, sharey=True
     )
-    for panel, (key, by_batch) in zip(axes[0], panels.items(), strict=True):
-        draw(panel, by_batch)
+    for empty in axes.flat[len(panels) :]:
+        empty.remove()
+    for panel, (key, by_batch) in zip(axes.flat, panels.items(), strict=False):
+        draw(panel, dict(sorted(by_batch.items())))
         panel.set_title(f"{Path(key[0]).stem}, T = {key[1]:g}")
         panel.legend(fontsize="small")
     figure.tight_layout()

@@ -128,7 +128,6 @@ def simulate(trace: Trace, name: str, tree: Tree, num_nodes: int) -> Simulated:
         capacity=no_limit,
         max_depth=no_limit,
         least=np.full(num_steps, least),
-        expands=lambda scores: np.ones(len(scores), bool),
     )
     steps, nodes = np.arange(num_steps), np.full(num_steps, ROOT)
     levels = np.zeros(num_steps, int)

@@ -10,7 +10,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,29 @@ ROWS_PER_NODE = 4
 MEMORY_DRAFTS = 200
 
 
+class Worth(NamedTuple):
+    """What it brings to expand nodes, in tokens, and what it costs.
+
+    Attributes:
+        child: What a sure node's best child brings.
+        row: What running a node costs.
+        level: What the pass over a level costs besides.
+    """
+
+    child: float = 1.0
+    row: float = 0.0
+    level: float = 0.0
+
+    def expands(self, scores: np.ndarray) -> np.ndarray:
+        """[F] nodes of a level that bring more than they cost, by their log chances.
+
+        None where together they do not bring more than their pass.
+        """
+        gained = [math.exp(score) * self.child - self.row for score in scores.tolist()]
+        pays = sum(gain for gain in gained if gain > 0) > self.level
+        return np.array([pays and gain > 0 for gain in gained], bool)
+
+
 class Budget:
     """Spends all that the trees have room for, in every step."""
 
@@ -65,9 +88,9 @@ class Budget:
         """
         return True
 
-    def expands(self, scores: np.ndarray) -> np.ndarray:
-        """[F] which nodes of a level are to be expanded, by their log chances [F]."""
-        return np.ones(len(scores), bool)
+    def worth(self) -> Worth:
+        """Of expanding nodes, in this step; nothing costs anything."""
+        return Worth()
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score below which nodes cost more than they bring.
@@ -191,17 +214,16 @@ class LoadBudget(Budget):
         usual = self._draft.seconds(num_reqs * rows, levels)
         return usual + num_reqs * self._prompts
 
-    def expands(self, scores: np.ndarray) -> np.ndarray:
-        """Nodes whose best child brings more than its rows; none if not their pass."""
+    def worth(self) -> Worth:
+        """By recent chances and costs; a child costs the target a row."""
         if self._profile.value is None or not self._draft.known:
-            return super().expands(scores)
+            return super().worth()
         rate = self._tokens_per_second
-        child = CAUTION * float(self._profile.value[0]) - self._step.marginal(1) * rate
-        row = self._draft.marginal(1) * rate
-        gained = [math.exp(score) * child - row for score in scores.tolist()]
-        level = self._draft.marginal(0, 1) * rate
-        pays = sum(gain for gain in gained if gain > 0) > level
-        return np.array([pays and gain > 0 for gain in gained], bool)
+        return Worth(
+            CAUTION * float(self._profile.value[0]) - self._step.marginal(1) * rate,
+            self._draft.marginal(1) * rate,
+            self._draft.marginal(0, 1) * rate,
+        )
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score of the last node that raises the expected tokens per second."""
@@ -211,7 +233,7 @@ class LoadBudget(Budget):
         best = -np.sort(-scores, axis=1)[:, : self._num_nodes]
         if drafted:
             mean = np.zeros(self._num_nodes)
-            mean[: best.shape[1]] = np.exp(best).mean(axis=0)
+            mean[: best.shape[1]] = np.exp(best).sum(axis=0) / num_reqs
             self._profile.observe(mean, num_reqs)
         if not self._step.known:
             return -np.inf

@@ -107,14 +107,21 @@ class Candidates:
         np.put_along_axis(scores, order[:, num_nodes:], -np.inf, axis=1)
         return Candidates(self.tokens, self.parents, scores)
 
-    def best(self, num_nodes: int, least: float = -np.inf) -> FinishedTrees:
+    def best(
+        self, num_nodes: int, least: float = -np.inf, most: int | None = None
+    ) -> FinishedTrees:
         """The trees of the N best candidates with a score of at least `least`.
 
         Ties are broken by age, so the order is topological and prefix-closed.
+
+        Args:
+            num_nodes: N.
+            least: The lowest score of a node.
+            most: Fewer nodes than N; None for N.
         """
         trees = FinishedTrees.none(len(self.tokens), num_nodes, self.tokens.shape[1])
         rows = np.arange(len(self.tokens))[:, None]
-        order = np.argsort(-self.scores, axis=1, kind="stable")[:, :num_nodes]
+        order = np.argsort(-self.scores, axis=1, kind="stable")[:, :num_nodes][:, :most]
         nodes = np.arange(order.shape[1])
         scores = self.scores[rows, order]
         kept = np.isfinite(scores) & (scores >= least)

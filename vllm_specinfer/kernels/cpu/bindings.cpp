@@ -1,16 +1,14 @@
 // Checks the tensors, takes their pointers and strides, runs the kernels without GIL.
 #include <ATen/ATen.h>
-#include <pybind11/numpy.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <optional>
 #include <unordered_set>
 
+#include "arrays.cpp"
 #include "commit.cpp"
-#include "coupled.cpp"
 #include "few_rows.cpp"
-#include "gumbel.cpp"
 #include "row_panels.cpp"
 #include "tree_attention.cpp"
 
@@ -126,62 +124,6 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   commit::run(caches, moves);
 }
 
-template <class T>
-using Rows = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::forcecast>;
-
-// `noised_argmax` of `kernels/cpu/gumbel.py`, given the best logits' tokens.
-pybind11::tuple gumbel_argmax(const Rows<float>& logits, const Rows<int64_t>& best,
-                              const Rows<float>& temperatures,
-                              const Rows<int64_t>& seeds,
-                              const Rows<int64_t>& positions, float max_noise) {
-  TORCH_CHECK(logits.ndim() == 2, "logits must be [L, V]");
-  const int64_t count = logits.shape(0), size = logits.shape(1);
-  for (const int64_t n : {best.size(), temperatures.size(), seeds.size(), positions.size()})
-    TORCH_CHECK(n == count, "every parameter must be [", count, "]; got ", n);
-  Rows<int64_t> winners(count);
-  Rows<float> values(count);
-  int64_t* winner = winners.mutable_data();
-  float* value = values.mutable_data();
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const float* row = logits.data() + i * size;
-      const int64_t token = best.data()[i];
-      const float temperature = temperatures.data()[i];
-      gumbel::Winner found{token, row[token]};
-      if (temperature != 0)
-        found = gumbel::draw(row, size, token, temperature, max_noise,
-                             gumbel::prefix(seeds.data()[i], positions.data()[i]));
-      winner[i] = found.token;
-      value[i] = found.value;
-    }
-  });
-  return pybind11::make_tuple(winners, values);
-}
-
-// `coupled_children` of `drafting/children.py`.
-pybind11::tuple coupled_children(const Rows<float>& logprobs, const Rows<int64_t>& tokens,
-                                 const Rows<int64_t>& seeds,
-                                 const Rows<int64_t>& positions,
-                                 const Rows<float>& temperatures,
-                                 const Rows<int64_t>& top_k, const Rows<float>& top_p,
-                                 const Rows<float>& min_p, int64_t k) {
-  TORCH_CHECK(logprobs.ndim() == 2 && tokens.ndim() == 2, "rows must be [F, M]");
-  const int64_t f = logprobs.shape(0), m = logprobs.shape(1);
-  TORCH_CHECK(tokens.shape(0) == f && tokens.shape(1) == m && k >= 0 && k <= m,
-              "tokens must be [", f, ", ", m, "], children at most ", m, "; got ", k);
-  for (const int64_t size : {seeds.size(), positions.size(), temperatures.size(),
-                             top_k.size(), top_p.size(), min_p.size()})
-    TORCH_CHECK(size == f, "every parameter must be [", f, "]; got ", size);
-  Rows<float> scores({f, k});
-  Rows<int64_t> chosen({f, k});
-  for (int64_t i = 0; i < f; ++i)
-    coupled::children(logprobs.data() + i * m, tokens.data() + i * m, m,
-                      {seeds.data()[i], positions.data()[i], temperatures.data()[i],
-                       top_p.data()[i], min_p.data()[i], top_k.data()[i]},
-                      k, scores.mutable_data() + i * k, chosen.mutable_data() + i * k);
-  return pybind11::make_tuple(scores, chosen);
-}
-
 // Up to so many rows dot products are quicker than a panel.
 constexpr int64_t kFewRows = 12;
 
@@ -236,8 +178,7 @@ TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
-  m.def("gumbel_argmax", &gumbel_argmax);
-  m.def("coupled_children", &coupled_children);
+  arrays::define(m);
   m.attr("few_rows") = kFewRows;
   m.attr("row_step") = row_panels::kHalf;
 }
