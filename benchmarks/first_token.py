@@ -1,18 +1,20 @@
 """P12: time to the first token over plain vLLM's, of requests that come at once.
 
     python benchmarks/first_token.py [--batches 1 8 32] [--temperatures 0 1]
-        [--rounds 16] [--dtype bfloat16]
+        [--contexts 0 2048] [--rounds 16] [--dtype bfloat16]
 
 So many requests come to an idle engine, which has learned from `--texts` texts of the
-same kind what drafting is worth. A wait ends where a server sends the token to its
-client, before the engine drafts (vllm/v1/engine/core.py, `_process_engine_step`). All
-engines take the same prompts in turn; the ratio is that of the mean waits of a round,
-medians with quartiles over the rounds. Under a steady load waits depend on who else is
-in the engine: there `load.py` measures them.
+same kind what drafting is worth. Prompts begin with the same tokens, so many together
+with the prompt (0: none), which no engine has cached. A wait ends where a server sends
+the token to its client, before the engine drafts (vllm/v1/engine/core.py,
+`_process_engine_step`). All engines take the same prompts in turn; the ratio is that of
+the mean waits of a round, medians with quartiles over the rounds. Under a steady load
+waits depend on who else is in the engine.
 """
 
 import argparse
 import collections
+import itertools
 import random
 import tempfile
 import time
@@ -61,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
@@ -75,6 +78,7 @@ def main() -> None:
     prompts = [ids for ids in sum(data, []) if len(ids) < LONGEST - 256]
     # More than vLLM's default, where plain vLLM crashes above T = 0 on a CPU.
     engine = {"dtype": args.dtype, "max_num_batched_tokens": 4 * LONGEST}
+    longest = max(LONGEST, *(length + 256 for length in args.contexts))
     with tempfile.TemporaryDirectory() as folder:
         configs = {
             PLAIN: None,
@@ -85,13 +89,16 @@ def main() -> None:
             },
         }
         engines = {
-            name: start_engine(target, LONGEST, max(args.batches), config, engine)
+            name: start_engine(target, longest, max(args.batches), config, engine)
             for name, config in tqdm(configs.items(), desc="starting engines")
         }
-    print("| T | batch | plain ms | good | wrong |\n|---|---|---|---|---|")
-    for temperature in args.temperatures:
+    print(
+        "| context | T | batch | plain ms | good | wrong |\n|---|---|---|---|---|---|"
+    )
+    for length, temperature in itertools.product(args.contexts, args.temperatures):
         order, rng = collections.deque(engines), random.Random(0)
-        texts = rng.sample(prompts, args.texts)
+        behind = assets.with_context(prompts, length)
+        texts = rng.sample(behind, args.texts)
         for llm in engines.values():
             params = SamplingParams(temperature=temperature, max_tokens=128, seed=0)
             llm.generate([{"prompt_token_ids": t} for t in texts], params, use_tqdm=0)
@@ -103,7 +110,7 @@ def main() -> None:
             ]
             waits: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(args.rounds + 1):
-                chosen = rng.sample(prompts, batch)
+                chosen = rng.sample(behind, batch)
                 for name in order:
                     waits[name].append(mean_wait(engines[name], chosen, params))
                 order.rotate(-1)
@@ -115,7 +122,8 @@ def main() -> None:
                     found[name] / found[PLAIN], (0.25, 0.5, 0.75)
                 )
                 cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-            print(f"| {temperature:g} | {batch} | {' | '.join(cells)} |", flush=True)
+            row = f"| {length} | {temperature:g} | {batch} | {' | '.join(cells)} |"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Where the milliseconds of a specinfer step go, at batch 1, and tokens/s over plain.
+"""Where the milliseconds of a specinfer step go, and tokens/s over plain.
 
     python benchmarks/step_profile.py [--dtype bfloat16] [--eager] [--prompts 10]
+        [--batch 8]
 
-Both engines live in this process and answer MT-bench prompts in turn; the ratio is the
-median over prompts. "one level" is one SSM pass over a tree's level plus its head and
-the choice of the next frontier; the goal is at most 3 ms on 2 cores.
+Both engines live in this process and answer MT-bench prompts in turn, one at a time or
+so many; the ratio is the median over the turns. "one level" is one SSM pass over a
+tree's level plus its head and the choice of the next frontier; the goal is at most 3 ms
+on 2 cores. Tokens per step are those of all requests.
 
 "bookkeeping" is what trees cost beyond the models, at most 5% of a step by the goals
 (P11). A part is the time inside its functions that no other watched function takes:
@@ -23,6 +25,7 @@ sampling of the rows that a walk stands at, with the tests of draws under mss an
 import argparse
 import collections
 import functools
+import operator
 import os
 import statistics
 import time
@@ -165,6 +168,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
     parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
@@ -185,7 +189,7 @@ def main() -> None:
         "model": target,
         "dtype": args.dtype,
         "max_model_len": 2048,
-        "max_num_seqs": 8,
+        "max_num_seqs": max(8, args.batch),
         "enforce_eager": args.eager,
         "disable_log_stats": False,
     }
@@ -212,29 +216,31 @@ def main() -> None:
     watch_bookkeeping(times, tree)
 
     ratios, rates, num_tokens, spent, same = [], [], 0, 0.0, 0
-    for i, prompt in enumerate(prompts):
-        took, answers = {}, {}
+    turns = [prompts[i : i + args.batch] for i in range(0, len(prompts), args.batch)]
+    for i, turn in enumerate(turns):
+        took, answers, lengths = {}, {}, {}
         for name in ("plain", "tree") if i % 2 else ("tree", "plain"):
             llm = {"plain": plain, "tree": tree}[name]
             start = time.perf_counter()
-            (output,) = llm.generate(
-                {"prompt_token_ids": prompt}, params, use_tqdm=False
+            outputs = llm.generate(
+                [{"prompt_token_ids": ids} for ids in turn], params, use_tqdm=False
             )
             took[name] = time.perf_counter() - start
-            answers[name] = list(output.outputs[0].token_ids)
-        lengths = {name: len(answer) for name, answer in answers.items()}
+            answers[name] = [output.outputs[0].token_ids for output in outputs]
+            lengths[name] = sum(map(len, answers[name]))
         rates.append((lengths["plain"] / took["plain"], lengths["tree"] / took["tree"]))
         ratios.append(rates[-1][1] / rates[-1][0])
-        same += answers["plain"] == answers["tree"]
+        same += sum(map(operator.eq, answers["plain"], answers["tree"]))
         num_tokens += lengths["tree"]
         spent += took["tree"]
     steps = len(times.calls["target forward"])
     # The V1 runner, plain vLLM's default on a CPU, draws other random numbers.
     compared = "" if args.temperature else f"; {same} texts identical"
     print(
-        f"{len(prompts)} prompts, {args.dtype}, temperature {args.temperature}: plain "
-        f"{statistics.median(r[0] for r in rates):.1f} tokens/s, specinfer "
-        f"{statistics.median(r[1] for r in rates):.1f} tokens/s, ratio of each prompt: "
+        f"{len(prompts)} prompts, batch {args.batch}, {args.dtype}, temperature "
+        f"{args.temperature}: plain {statistics.median(r[0] for r in rates):.1f} "
+        "tokens/s, specinfer "
+        f"{statistics.median(r[1] for r in rates):.1f} tokens/s, ratio of each turn: "
         f"median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to "
         f"{max(ratios):.2f}; {num_tokens / steps:.2f} tokens per step{compared}"
     )

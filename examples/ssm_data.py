@@ -2,12 +2,13 @@
 
     python examples/ssm_data.py generate --out data/smollm2
     python examples/ssm_data.py label --out data/smollm2
+    python examples/ssm_data.py prompts --out prompts.jsonl
 
 `generate` continues real prompts (ShareGPT turns as chats, headers of Python functions
 as plain text) greedily with the target; `label` adds the target's most probable tokens
 at every position. Both append to what is there, so both can be stopped and started
-again. Prompts that share text with MT-bench or HumanEval are left out: both stay
-unseen.
+again. `prompts` writes no more than the prompts, for `vllm-specinfer tune`. Prompts
+that share text with MT-bench or HumanEval are left out: both stay unseen.
 """
 
 import argparse
@@ -81,6 +82,14 @@ def prompts(target: Path, seed: int) -> Iterator[tuple[str, list[int]]]:
             ids = tokenizer.encode(header)
             if len(ids) <= MAX_PROMPT:
                 yield "code", ids
+
+
+def write_prompts(args: argparse.Namespace) -> None:
+    """Write args.prompts prompts to the file args.out."""
+    source = prompts(args.target or assets.smollm2(), args.seed)
+    with args.out.open("w") as file:
+        for _, ids in itertools.islice(source, args.prompts):
+            file.write(json.dumps({"prompt": ids}) + "\n")
 
 
 def read_samples(folder: Path) -> list[dict]:
@@ -166,11 +175,13 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     stages = parser.add_subparsers(dest="stage", required=True)
-    stage = stages.add_parser("generate")
-    stage.add_argument("--prompts", type=int, default=100_000)
+    for name in ("generate", "prompts"):
+        stage = stages.add_parser(name)
+        stage.add_argument("--prompts", type=int, default=100_000)
+        stage.add_argument("--seed", type=int, default=0)
+    stage = stages.choices["generate"]
     stage.add_argument("--max-tokens", type=int, default=160)
     stage.add_argument("--batch", type=int, default=128)
-    stage.add_argument("--seed", type=int, default=0)
     stage = stages.add_parser("label")
     stage.add_argument("--batch", type=int, default=128, help="samples between writes")
     stage.add_argument("--threads", type=int, default=1)
@@ -178,7 +189,8 @@ def main() -> None:
         stage.add_argument("--out", type=Path, required=True)
         stage.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")
     args = parser.parse_args()
-    {"generate": generate, "label": label}[args.stage](args)
+    stages_by_name = {"generate": generate, "label": label, "prompts": write_prompts}
+    stages_by_name[args.stage](args)
 
 
 if __name__ == "__main__":
