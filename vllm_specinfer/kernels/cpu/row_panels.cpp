@@ -28,6 +28,7 @@ constexpr int kTile = 24 / ((H + 1) / 2);
 constexpr int kOutputs = 48;  // a multiple of every tile
 constexpr int kChunk = 2;     // times as many outputs: weights in the second cache
 constexpr int kInputs = 128;  // that are converted at a time
+constexpr int kGroup = 4;     // panels that a thread multiplies together
 
 struct Panel {
   int64_t row;  // its first one
@@ -132,8 +133,13 @@ void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
   const int count = std::min<int64_t>(kOutputs, p.n - begin);
   float sums[kOutputs * kStride + kHalf], block[kLanes * kLanes];
   int j = 0;
-  for (; j + kTile<H> <= count; j += kTile<H>)
+  for (; j + kTile<H> <= count; j += kTile<H>) {
+    // Where the outputs go, a part with every tile.
+    for (int r = rows.rows * j / count; r < rows.rows * (j + kTile<H>) / count; ++r)
+      for (int i = 0; i < count; i += kLanes)
+        __builtin_prefetch(p.y + (rows.row + r) * p.n + begin + i, 1, 2);
     tile<H, kTile<H>>(p, panel, begin + j, sums + j * kStride);
+  }
   for (; j < count; ++j) tile<H, 1>(p, panel, begin + j, sums + j * kStride);
   for (j = 0; j < count; j += kLanes)
     for (int first = 0; first < rows.rows; first += kLanes) {
@@ -154,25 +160,48 @@ void outputs(const Product<T, X>& p, const Panel& rows, const float* panel,
   ((rows.halves == H + 1 ? outputs<H + 1>(p, rows, panel, begin) : void()), ...);
 }
 
+// Outputs of panels, in chunks whose weights stay in the second cache.
+template <class T, class X>
+void outputs(const Product<T, X>& p, const Panel* first, const Panel* last,
+             const float* x, int64_t begin, int64_t end) {
+  for (int64_t chunk = begin; chunk < end; chunk += kChunk)
+    for (const Panel* panel = first; panel < last; ++panel)
+      for (int64_t i = chunk; i < std::min(end, chunk + kChunk); ++i)
+        outputs(p, *panel, x + panel->row * p.k, i * kOutputs,
+                std::make_integer_sequence<int, kMostHalves>());
+}
+
 template <class T, class X>
 void run(const Product<T, X>& p) {
   static_assert(sizeof(X) == sizeof(float));
   const std::vector<Panel> panels = panels_of(p.m);
+  const Panel *first = panels.data(), *last = first + panels.size();
   const int64_t halves = (p.m + kHalf - 1) / kHalf;
+  const int64_t blocks = p.k / kLanes, parts = (p.n + kOutputs - 1) / kOutputs;
   const auto x = std::make_unique_for_overwrite<float[]>(halves * kHalf * p.k);
-  at::parallel_for(0, p.k / kLanes, 1, [&](int64_t begin, int64_t end) {
-    for (const Panel& panel : panels)
-      for (int64_t k = begin * kLanes; k < end * kLanes; k += kLanes)
-        fill((const float*)p.x + panel.row * p.k + k, p.k, panel,
-             x.get() + panel.row * p.k + k * panel.halves * kHalf);
+  const auto fill_blocks = [&](const Panel* panel, const Panel* end, int64_t begin_block,
+                               int64_t end_block) {
+    for (; panel < end; ++panel)
+      for (int64_t k = begin_block * kLanes; k < end_block * kLanes; k += kLanes)
+        fill((const float*)p.x + panel->row * p.k + k, p.k, *panel,
+             x.get() + panel->row * p.k + k * panel->halves * kHalf);
+  };
+  if (last - first >= at::get_num_threads()) {
+    // Each thread has rows of its own, which it alone fetches.
+    at::parallel_for(0, last - first, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i += kGroup) {
+        const Panel* group_end = first + std::min(end, i + kGroup);
+        fill_blocks(first + i, group_end, 0, blocks);
+        outputs(p, first + i, group_end, x.get(), 0, parts);
+      }
+    });
+    return;
+  }
+  at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    fill_blocks(first, last, begin, end);
   });
-  const int64_t parts = (p.n + kOutputs - 1) / kOutputs;
   at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; chunk += kChunk)
-      for (const Panel& panel : panels)
-        for (int64_t i = chunk; i < std::min(end, chunk + kChunk); ++i)
-          outputs(p, panel, x.get() + panel.row * p.k, i * kOutputs,
-                  std::make_integer_sequence<int, kMostHalves>());
+    outputs(p, first, last, x.get(), begin, end);
   });
 }
 
