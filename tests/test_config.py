@@ -326,7 +326,7 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
         "vllm_specinfer.cpu_worker.SpecInferCPUWorker"
     )
     assert engine_config.scheduler_config.scheduler_cls == (
-        "vllm_specinfer.scheduling.scheduler.SpecInferScheduler"
+        "vllm_specinfer.scheduling.async_scheduler.specinfer_scheduler"
     )
     assert engine_config.use_v2_model_runner
     assert "ExpansionTree(widths=(1, 1, 3, 1))" in repr(spec)

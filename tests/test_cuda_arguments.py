@@ -72,14 +72,15 @@ def test_a_cpu_needs_no_switch_and_keeps_its_arguments(create):
     assert args.compilation_config.cudagraph_mode is None
 
 
-def test_cuda_gets_tree_attention_synchronous_steps_and_no_graphs(on_cuda, create):
+def test_cuda_gets_tree_attention_and_no_graphs(on_cuda, create):
     from vllm.config import CUDAGraphMode
 
     args, parallel = create()
     assert parallel.worker_cls == "vllm_specinfer.gpu_worker.SpecInferGPUWorker"
     assert args.scheduler_cls == speculative_config.SCHEDULER
     assert args.attention_backend == "CUSTOM"
-    assert args.async_scheduling is False
+    # vLLM's default, which is to schedule asynchronously.
+    assert args.async_scheduling is None
     assert args.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     # The same arguments serve a second engine.
     again, _ = create(args)
@@ -97,7 +98,6 @@ def test_graphs_are_the_users_to_ask_for(on_cuda, create):
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"async_scheduling": True}, "async_scheduling must be left out"),
         (
             {"attention_backend": "FLASH_ATTN"},
             "attention_backend must be left out .* got FLASH_ATTN",
@@ -127,12 +127,12 @@ def test_a_refusal_leaves_the_arguments_as_they_were(on_cuda, create, make_llama
 
     args = EngineArgs(
         model=make_llama("target"),
-        async_scheduling=True,
+        kv_cache_dtype="fp8_e5m2",
         speculative_config={"method": "specinfer", "model": make_llama("ssm")},
     )
-    with pytest.raises(ValueError, match="async_scheduling"):
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
         create(args)
-    assert args.attention_backend is None and args.async_scheduling is True
+    assert args.attention_backend is None and args.scheduler_cls is None
     assert args.compilation_config.cudagraph_mode is None
 
 
@@ -146,27 +146,22 @@ def test_every_choice_is_logged(on_cuda, create, caplog):
     finally:
         logger.removeHandler(caplog.handler)
         logger.setLevel(level)
-    for said in ("asynchronous scheduling is off", "CUDA graphs are off"):
-        assert said in caplog.text
+    assert "CUDA graphs are off" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("backend", "asynchronous", "sentence"),
+    ("backend", "sentence"),
     [
-        ("CUSTOM", False, None),
-        (None, False, "the attention backend must be CUSTOM"),
-        ("FLASH_ATTN", False, "got FLASH_ATTN"),
-        ("CUSTOM", True, "async_scheduling must be off"),
+        ("CUSTOM", None),
+        (None, "the attention backend must be CUSTOM"),
+        ("FLASH_ATTN", "got FLASH_ATTN"),
     ],
 )
-def test_the_worker_refuses_a_config_without_these_choices(
-    backend, asynchronous, sentence
-):
+def test_the_worker_refuses_a_config_without_tree_attention(backend, sentence):
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=backend and SimpleNamespace(name=backend)
         ),
-        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
     )
     reason = refusals._cuda_reason(config)
     assert reason is None if sentence is None else sentence in reason

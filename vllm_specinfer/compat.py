@@ -38,9 +38,12 @@ REQUIRED = (
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
     ".allocate_new_blocks",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output",
     "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+    "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
 )
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (

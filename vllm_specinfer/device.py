@@ -6,7 +6,7 @@ goes through `stage`, where it does not. On a CPU both are views of the same mem
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,19 +17,39 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 ALIGNMENT = 16
 
 
-def read(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
+Arrays = tuple[np.ndarray, ...]
+
+
+def read(*tensors: torch.Tensor) -> Arrays:
     """The values of tensors on one device, in one copy; views on a CPU."""
+    return read_later(*tensors)()
+
+
+def read_later(*tensors: torch.Tensor) -> Callable[[], Arrays]:
+    """`read` whose copy starts now; the host waits where the result is called."""
     if is_host(tensors[0].device):
-        return tuple(tensor.numpy() for tensor in tensors)
+        arrays = tuple(tensor.numpy() for tensor in tensors)
+        return lambda: arrays
     parts = [_bytes(tensor) for tensor in tensors]
-    found = torch.cat(parts).cpu().numpy()
-    arrays, end = [], 0
-    for tensor, part in zip(tensors, parts, strict=True):
-        start, end = end, end + len(part)
-        # A copy begins at an address that fits its type.
-        values = found[start:end].copy().view(_numpy_type(tensor.dtype))
-        arrays.append(values.reshape(tensor.shape))
-    return tuple(arrays)
+    copy = torch.cat(parts).to("cpu", non_blocking=True)
+    copied = None
+    if tensors[0].is_cuda:
+        copied = torch.cuda.Event()
+        copied.record()
+    ends = list(itertools.accumulate(map(len, parts)))
+
+    def wait() -> Arrays:
+        found = _waited(copy, copied)
+        return tuple(
+            # A copy begins at an address that fits its type.
+            found[end - len(part) : end]
+            .copy()
+            .view(_numpy_type(tensor.dtype))
+            .reshape(tensor.shape)
+            for tensor, part, end in zip(tensors, parts, ends, strict=True)
+        )
+
+    return wait
 
 
 def stage(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
@@ -96,6 +116,13 @@ def _views(
         .view(array.shape)
         for start, array in zip(_starts(arrays), arrays, strict=False)
     )
+
+
+def _waited(copy: torch.Tensor, copied: torch.cuda.Event | None) -> np.ndarray:
+    """A copy on the host, once it is there."""
+    if copied is not None:
+        copied.synchronize()
+    return copy.numpy()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

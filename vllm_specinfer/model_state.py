@@ -7,6 +7,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
-from vllm_specinfer.device import is_host, read, stage
+from vllm_specinfer.device import is_host, read_later, stage
 from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
@@ -60,7 +61,7 @@ class TreeModelState(DefaultModelState):
         trees: TreeTable,
         start_request: Callable[[int, NewRequestData], None],
         bind_sampler: Callable[[Sampler], None],
-        on_verified: Callable[[str, int, list[int]], None],
+        on_verified: Callable[[str, int, list[int], int], None],
         on_time: Callable[[str, float], None],
         verification: str,
         draft_layer_names: set[str],
@@ -80,6 +81,11 @@ class TreeModelState(DefaultModelState):
         )
         self._captured = False
         self._verifier: TreeSampler | None = None
+        # Walks of the device of which the host has not heard, and the last that it has.
+        # Who sends a step's output may be another thread than who runs the next one.
+        self._unheard: Callable[[], Accepted] | None = None
+        self._heard: Accepted = {}
+        self._hearing = threading.Lock()
         self._block_tables: BlockTables | None = None
         # Per KV cache group that has layers of the target.
         self._commits: dict[int, CommitPaths | CommitWalks] = {}
@@ -131,7 +137,7 @@ class TreeModelState(DefaultModelState):
                 input_batch.idx_mapping_np,
                 input_batch.num_draft_tokens_per_req,
                 input_batch.query_start_loc_np,
-                # The scheduler's, exact as it waits for every step.
+                # Exact: the worker has waited for the step before.
                 input_batch.num_computed_tokens_np,
             )
         self._planned = (input_batch, plan)
@@ -213,8 +219,8 @@ class TreeModelState(DefaultModelState):
 
     def commit_walks(
         self, input_batch: InputBatch, path: torch.Tensor, count: torch.Tensor
-    ) -> Accepted:
-        """`commit` where the device has walked; then the host waits for the walks.
+    ) -> Callable[[], Accepted]:
+        """`commit` where the device has walked; the host hears of it later.
 
         Args:
             input_batch: As in `commit`.
@@ -222,21 +228,35 @@ class TreeModelState(DefaultModelState):
             count: [R] int32 how many they are.
 
         Returns:
-            What `commit` is told.
+            `hear`.
         """
         started = time.perf_counter()
         first = input_batch.query_start_loc[: len(path)]
         for group_id, commit in self._commits.items():
             commit(self._block_tables.slot_mappings[group_id], first, path, count)
         self._on_time(COMMIT, time.perf_counter() - started)
-        paths, counts = read(path, count)
-        plan = self.plan_of(input_batch)
-        accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
-        self._tell(input_batch, accepted)
-        return accepted
+        walks, plan = read_later(path, count), self.plan_of(input_batch)
+
+        def told() -> Accepted:
+            paths, counts = walks()
+            accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
+            self._tell(input_batch, accepted)
+            return accepted
+
+        self._unheard = told
+        return self.hear
+
+    def hear(self) -> Accepted:
+        """What the last walks have accepted; waits for the device the first time."""
+        with self._hearing:
+            if self._unheard is not None:
+                self._heard, self._unheard = self._unheard(), None
+            return self._heard
 
     def _tell(self, input_batch: InputBatch, accepted: Accepted) -> None:
+        num_nodes = input_batch.num_draft_tokens_per_req
         for i, path in accepted.items():
             slot = int(input_batch.idx_mapping_np[i])
             nodes = [row - 1 for row in path]
-            self._on_verified(input_batch.req_ids[i], slot, nodes)
+            req_id = input_batch.req_ids[i]
+            self._on_verified(req_id, slot, nodes, int(num_nodes[i]))

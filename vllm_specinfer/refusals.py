@@ -290,11 +290,6 @@ def _cuda_reason(vllm_config: "VllmConfig") -> str | None:
             f"the attention backend must be {CUDA_BACKEND} for method specinfer on "
             f"CUDA; got {backend and backend.name}"
         )
-    if vllm_config.scheduler_config.async_scheduling:
-        return (
-            "async_scheduling must be off for method specinfer on CUDA, where the host "
-            "waits for every step; got True"
-        )
     return None
 
 

@@ -93,9 +93,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self._accepted: dict[int, list[int]] = {}
         # The trees of the last batch by request id; the other requests have none.
         self.trees: dict[str, TokenTree] = {}
-        # Why the last batch's empty trees are empty, by request id.
-        self.reasons: dict[str, str] = {}
-        self._stats = WorkerStats()
+        # [S] tokens of each slot whose K/V the last step has left.
+        self.num_computed = np.zeros(self.max_num_reqs, np.int64)
+        # Of the step that is drafted for, and of the one that is verified.
+        self._drafting, self._verifying = WorkerStats(), WorkerStats()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Note whether drafting is to be captured."""
@@ -180,18 +181,21 @@ class TreeSpeculator(DraftModelSpeculator):
         self._started = True
         self.sources.start(slot, request)
 
-    def _on_verified(self, req_id: str, slot: int, accepted: list[int]) -> None:
+    def _on_verified(
+        self, req_id: str, slot: int, accepted: list[int], num_nodes: int
+    ) -> None:
         self._accepted[slot] = accepted
         found = self.sources.observe(slot, accepted)
-        self._stats.accepted[req_id] = [self._names[q] for q in found]
+        self._verifying.accepted[req_id] = [self._names[q] for q in found]
+        self._verifying.num_nodes[req_id] = num_nodes
 
     def _on_time(self, phase: str, seconds: float) -> None:
-        self._stats.seconds[phase] += seconds
+        self._verifying.seconds[phase] += seconds
 
-    def take_stats(self) -> WorkerStats:
-        """What was counted since the last call."""
-        stats, self._stats = self._stats, WorkerStats()
-        return stats
+    def start_verification(self) -> WorkerStats:
+        """A step is verified: what is counted of it, to be read when it is over."""
+        self._verifying, self._drafting = self._drafting, WorkerStats()
+        return self._verifying
 
     def _bind_sampler(self, sampler: Sampler) -> None:
         self._sampling = sampler.sampling_states
@@ -278,7 +282,6 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
         self.trees = dict(zip(growing, trees.each(), strict=True))
-        self.reasons = {growing[r]: reason for r, reason in reasons.items()}
         self._trees.write(
             step.slots[step.growing],
             trees.tokens,
@@ -286,9 +289,10 @@ class TreeSpeculator(DraftModelSpeculator):
             step.roots.roots,
             draws,
         )
-        self._stats.drafted.update(dict(zip(self._names, counts, strict=False)))
+        self._drafting.reasons = {growing[r]: why for r, why in reasons.items()}
+        self._drafting.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
-        self._on_time(DRAFT, self._finished_at - started)
+        self._drafting.seconds[DRAFT] += self._finished_at - started
         return input_batch, stage(self.device, drafts)[0][:, : asked.num_nodes]
 
     def _step(
@@ -305,7 +309,8 @@ class TreeSpeculator(DraftModelSpeculator):
             input_batch.positions,
         )
         total = total[slots].astype(np.int64)
-        computed = computed[slots].astype(np.int64)
+        self.num_computed = computed.astype(np.int64)
+        computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
         (growing,) = (sampled > 0).nonzero()
         started, self._started = self._started, False

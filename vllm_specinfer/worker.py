@@ -1,19 +1,50 @@
 """What specinfer adds to a worker: where the speculator enters vLLM's runner."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import refusals
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
+from vllm_specinfer.scheduling.step_stats import WorkerStats
 
 # Below vLLM's logger: that is the one with a handler for information.
 logger = init_logger(f"vllm.{__name__}")
+
+
+class TreeOutput(AsyncModelRunnerOutput):
+    """A step's output with what was counted of its trees."""
+
+    def __init__(
+        self,
+        output: AsyncModelRunnerOutput,
+        hear: Callable[[], Any],
+        stats: WorkerStats,
+    ) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            output: The runner's.
+            hear: Completes the numbers.
+            stats: The numbers.
+        """
+        self._output = output
+        self._hear = hear
+        self._stats = stats
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the tokens and the walks."""
+        output = self._output.get_output()
+        self._hear()
+        output.tree_stats = self._stats
+        return output
 
 
 class TreeWorker(Worker):
@@ -67,9 +98,12 @@ class TreeWorker(Worker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the target; first, blocks that trees gave back leave the tables.
 
-        And drafts that nobody has fetched are made: vLLM's warm-up fetches none.
+        And drafts that nobody has fetched are made: vLLM's warm-up fetches none, and
+        with asynchronous scheduling the step is there before the last one's output.
         """
         self._draft()
+        if self.vllm_config.scheduler_config.async_scheduling:
+            scheduler_output = self._as_known(scheduler_output)
         tables = self.model_runner.block_tables
         slots = self.model_runner.req_states.req_id_to_index
         if kept := getattr(scheduler_output, "kept_blocks", None):
@@ -99,22 +133,48 @@ class TreeWorker(Worker):
             drafts.req_ids,
             [t[: len(p)] for t, p in tokens],
             parents,
-            self.model_runner.speculator.reasons,
         )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Verify; what was counted since the last step goes along with its output."""
+        """Verify; what was counted goes along with the step's output."""
+        stats = self.model_runner.speculator.start_verification()
         output = super().sample_tokens(*args, **kwargs)
-        if output is not None:
-            stats = self.model_runner.speculator.take_stats()
-            output.model_runner_output.tree_stats = stats
-        return output
+        if output is None:
+            return None
+        return TreeOutput(output, self.model_runner.model_state.hear, stats)
+
+    def _as_known(self, output: SchedulerOutput) -> SchedulerOutput:
+        """A step that was scheduled before its trees were drafted.
+
+        The scheduler has taken all nodes of the step before for accepted, and given
+        every request rows for N more.
+        """
+        speculator = self.model_runner.speculator
+        slots = self.model_runner.req_states.req_id_to_index
+        rows, drafts = dict(output.num_scheduled_tokens), {}
+        for req_id, placeholders in output.scheduled_spec_decode_tokens.items():
+            tree = speculator.trees.get(req_id)
+            kept = placeholders[: 0 if tree is None else len(tree.parents)]
+            rows[req_id] -= len(placeholders) - len(kept)
+            if kept:
+                drafts[req_id] = kept
+        known = copy.copy(output)
+        known.num_scheduled_tokens = rows
+        known.total_num_scheduled_tokens = sum(rows.values())
+        known.scheduled_spec_decode_tokens = drafts
+        known.scheduled_cached_reqs = copy.copy(output.scheduled_cached_reqs)
+        known.scheduled_cached_reqs.num_computed_tokens = [
+            int(speculator.num_computed[slots[req_id]])
+            for req_id in output.scheduled_cached_reqs.req_ids
+        ]
+        return known
 
     def _draft(self) -> None:
         """Put the drafts where the runner puts what `propose` returns."""
         runner = self.model_runner
         if not runner.speculator.is_asked:
             return
+        runner.model_state.hear()
         with use_workspace_lane(runner._draft_workspace_lane):
             batch, tokens = runner.speculator.draft()
         runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = tokens

@@ -52,10 +52,9 @@ class DeviceGuard(TorchFunctionMode):
         caller = _caller()
         tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         on_device = [t for t in tensors if t not in self._on_host]
-        if func in READS and on_device and _is_package(caller):
-            if caller != device.__file__:
-                raise AssertionError(f"{caller} reads from the device: {func}")
-            self.num_reads += func is torch.Tensor.cpu
+        reads = func in READS and on_device and _is_package(caller)
+        if reads and caller != device.__file__:
+            raise AssertionError(f"{caller} reads from the device: {func}")
         mixes = on_device and any(t in self._on_host and t.dim() for t in tensors)
         if mixes and func not in (torch.Tensor.copy_, torch.Tensor.to):
             raise AssertionError(f"{caller} mixes host and device: {func}")
@@ -72,6 +71,11 @@ class DeviceGuard(TorchFunctionMode):
         if _is_package(caller):
             self._mark(result, caller)
         return result
+
+    def waited(self, original: Callable, *args: Any) -> Any:
+        """`device._waited`, where the host waits."""
+        self.num_reads += 1
+        return original(*args)
 
     def check(self, what: str, *values: Any) -> None:
         """Tensors that a kernel reads must be the device's."""
@@ -126,8 +130,13 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
 
         return mock.patch.object(cls, name, call)
 
-    from_numpy = torch.from_numpy
+    from_numpy, waited = torch.from_numpy, device._waited
     with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(
+                device, "_waited", lambda *args: guard.waited(waited, *args)
+            )
+        )
         for module, name in (
             (device_sampler, "verify_draws"),
             (device_sampler, "walk_trees"),

@@ -1,8 +1,9 @@
 """Runs engines in a process of their own, which later calls use again.
 
 A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
-"mutation": name or null, "plain_v2": bool, "loras": [folder or null]}; its result has
-the output token ids, texts and logprobs per prompt and the speculation counts.
+"mutation": name or null, "plain_v2": bool, "asynchronous": bool, "loras": [folder or
+null]}; its result has the output token ids, texts and logprobs per prompt and the
+speculation counts.
 """
 
 import contextlib
@@ -352,6 +353,7 @@ def _run_jobs(jobs: list[dict]) -> list[dict]:
             _mutation(job.get("mutation")),
             _branches(job) as branches,
             _runner(job.get("plain_v2", False)),
+            _scheduling(job.get("asynchronous", False)),
         ):
             results.append({**_generate(job), "branches": sum(branches)})
     # As JSON has them: keys are strings, tuples are lists.
@@ -369,6 +371,23 @@ def _runner(plain_v2: bool) -> Iterator[None]:
         cpu_v2.enable_in_frontend()
         yield
         cpu_v2.disable_in_frontend()
+
+
+@contextlib.contextmanager
+def _scheduling(asynchronous: bool) -> Iterator[None]:
+    """Asynchronous scheduling, which vLLM switches off on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(cls, vllm_config):
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asynchronous
+
+    with mock.patch.object(
+        CpuPlatform, "check_and_update_config", classmethod(checked)
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -438,6 +457,7 @@ def _generate(job: dict) -> dict:
         "metrics": _tree_metrics(llm),
         "learned": sources and sources.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
+        "steps_in_flight": core.batch_queue_size,
         "blocks": manager.block_pool.num_gpu_blocks,
         "free_blocks": manager.block_pool.get_num_free_blocks(),
     }

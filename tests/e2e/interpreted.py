@@ -34,6 +34,7 @@ def main() -> None:
     from tests.e2e.device_guard import guarded
     from tests.e2e.interpreted_worker import (
         counted,
+        counted_in_verification,
         graphs_replayed,
         positions_as_captured,
     )
@@ -61,6 +62,7 @@ def main() -> None:
         name: {**job, "llm": {**llm, "speculative_config": {**common, **spec}}}
         for name, job, spec in (
             ("coupled", everything, {"model": ssm}),
+            ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
             ("mss", sampled, {"model": ssm, "verification": "mss"}),
             ("eagle", greedy, {"model": head}),
         )
@@ -78,10 +80,12 @@ def main() -> None:
         graphs_replayed() as passes,
         guarded(launches) as guard,
         counted(lambda: guard.num_reads) as reads,
+        counted_in_verification(lambda: guard.num_reads) as waits,
     ):
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
     of_cpu = dict(zip(("plain", "sampled", "mss"), of_cpu, strict=True))
     counts = {"launches": launches, "reads": np.diff(reads).tolist(), "passes": passes}
+    counts["waits"] = waits
     Path(output).write_text(json.dumps([of_cpu, found, counts]))
 
 

@@ -95,6 +95,23 @@ def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
 
 
 @contextmanager
+def counted_in_verification(counter: Callable[[], int]) -> Iterator[list[int]]:
+    """By how much a counter rises while a step is verified."""
+    from vllm_specinfer.worker import TreeWorker
+
+    sample_tokens, found = TreeWorker.sample_tokens, []
+
+    def sampled(self: TreeWorker, *args: Any) -> Any:
+        before = counter()
+        output = sample_tokens(self, *args)
+        found.append(counter() - before)
+        return output
+
+    with mock.patch.object(TreeWorker, "sample_tokens", sampled):
+        yield found
+
+
+@contextmanager
 def positions_as_captured() -> Iterator[None]:
     """Fail where a pass gets its positions from elsewhere than a graph would."""
     from vllm_specinfer.model_state import TreeModelState

@@ -41,10 +41,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]
 def test_texts_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
     plain = of_cpu["plain"]["tokens"]
-    assert found["coupled"]["tokens"] == plain
+    assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
     assert found["eagle"]["tokens"] == plain[:2]
     assert found["coupled"]["accepted"] > found["coupled"]["drafts"] > 5
     assert found["eagle"]["drafts"] > 5
+    assert found["asynchronous"]["steps_in_flight"] == 2
+    assert found["asynchronous"]["accepted"] == found["coupled"]["accepted"]
 
 
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
@@ -71,6 +73,12 @@ def test_a_step_waits_for_the_device_a_few_times(outputs) -> None:
     reads = outputs[2]["reads"]
     assert len(reads) > 30
     assert 3 <= max(reads) <= MOST_READS
+
+
+def test_verification_waits_only_where_log_probabilities_are_asked_for(outputs) -> None:
+    waits = collections.Counter(outputs[2]["waits"])
+    assert waits.keys() == {0, 1}
+    assert waits[0] > waits[1] > 5
 
 
 def test_drafting_runs_in_graphs_but_for_prompts(outputs) -> None:

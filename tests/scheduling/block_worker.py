@@ -28,6 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.conftest import LLAMA, write_model
 from vllm_specinfer.hooks import speculative_config
 from vllm_specinfer.scheduling import blocks, invariants
+from vllm_specinfer.scheduling.async_scheduler import specinfer_scheduler
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
 
@@ -62,18 +63,21 @@ def vllm_config() -> VllmConfig:
     return config
 
 
-def make_scheduler() -> SpecInferScheduler:
+def make_scheduler(asynchronous: bool = False) -> SpecInferScheduler:
     """A scheduler of NUM_BLOCKS blocks, less vLLM's null block."""
     config = vllm_config()
+    config.scheduler_config.async_scheduling = asynchronous
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
     )
     speculative_config._switch_runner_on()
-    scheduler = SpecInferScheduler(
-        config,
-        KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
-        StructuredOutputManager(config),
+    scheduler = specinfer_scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]
+        ),
+        structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
     )
     # It lives in the tests' own process, whose later engines may be plain ones.
@@ -88,6 +92,8 @@ class Worker:
     def __init__(self) -> None:
         self.slots: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
+        # How many of them have their K/V.
+        self.computed: dict[str, int] = {}
         self.kv: list = [GARBAGE] * (NUM_BLOCKS * BLOCK_SIZE)
         self.table = np.zeros((SLOTS, 2 * MAX_LEN // BLOCK_SIZE), np.int32)
         # As vLLM's: [1, S] blocks held, and per group a table [S, B].
@@ -105,6 +111,7 @@ class Worker:
             free = set(range(SLOTS)) - set(self.slots.values())
             self.slots[new.req_id] = min(free)
             self.tokens[new.req_id] = list(new.prefill_token_ids)
+            self.computed[new.req_id] = new.num_computed_tokens
             self.tables.num_blocks.np[0, self.slots[new.req_id]] = 0
             self._append(new.req_id, new.block_ids[0])
         cached = output.scheduled_cached_reqs
@@ -115,18 +122,15 @@ class Worker:
             self.tables, self.slots, getattr(output, "block_ids", {})
         )
 
-    def run(
-        self, req_id: str, num_computed: int, num_rows: int, emitted: list[int]
-    ) -> None:
-        """Run a request's rows, keep those of its text, draft behind it.
+    def run(self, req_id: str, num_rows: int, emitted: list[int]) -> None:
+        """Run a request's rows, keep those of its text.
 
         Args:
             req_id: The request.
-            num_computed: Tokens whose K/V it has, which the rows read.
             num_rows: Its rows: of its text, or its last token's and nodes'.
             emitted: Tokens of accepted nodes and the one after; none inside a prompt.
         """
-        text = self.tokens[req_id]
+        text, num_computed = self.tokens[req_id], self.computed[req_id]
         for position in range(num_computed):
             written = self.kv[self._slot(req_id, position)]
             assert written == text[: position + 1], f"{req_id} lost {position}"
@@ -137,7 +141,11 @@ class Worker:
             valid = position < num_valid
             found = text[: position + 1] if valid else GARBAGE
             self.kv[self._slot(req_id, position)] = found
-        # An SSM reads the next token, too, and drafts in all slots that are left.
+        self.computed[req_id] = num_valid
+
+    def draft(self, req_id: str) -> None:
+        """An SSM reads the next token, too, and drafts in all slots that are left."""
+        num_valid = self.computed[req_id]
         held = int(self.tables.num_blocks.np[0, self.slots[req_id]]) * BLOCK_SIZE
         for position in range(num_valid, min(max(held, num_valid + 1), MAX_LEN)):
             self.kv[self._slot(req_id, position)] = GARBAGE
@@ -201,20 +209,61 @@ class Engine:
         emitted = {}
         for req_id, num_rows in output.num_scheduled_tokens.items():
             request = scheduler.requests[req_id]
-            num_computed = request.num_computed_tokens - num_rows
-            emitted[req_id] = []
-            if not request.is_prefill_chunk:
-                drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
-                accepted = self.rng.choice([0, 0, 1, 2, len(drafts)])
-                accepted = min(accepted, len(drafts))
-                emitted[req_id] = self.rng.choices(range(100), k=accepted + 1)
-            self.worker.run(req_id, num_computed, num_rows, emitted[req_id])
-        ids = {req_id: i for i, req_id in enumerate(emitted)}
-        scheduler.update_from_output(
-            output, ModelRunnerOutput(list(ids), ids, list(emitted.values()))
-        )
+            computed = request.num_computed_tokens - num_rows
+            assert self.worker.computed[req_id] == computed
+            drafts = output.scheduled_spec_decode_tokens.get(req_id, [])
+            emitted[req_id] = self._run(request, num_rows, len(drafts))
+            self.worker.draft(req_id)
+        scheduler.update_from_output(output, output_of(emitted))
         trees = {r: [7] * self.rng.randint(0, most_nodes) for r in emitted}
         parents = [[-1] * len(tree) for tree in trees.values()]
         scheduler.update_draft_token_ids(
-            DraftTrees(list(trees), list(trees.values()), parents, {})
+            DraftTrees(list(trees), list(trees.values()), parents)
         )
+
+    def _run(self, request: Request, num_rows: int, num_nodes: int) -> list[int]:
+        """Run rows of a request; what it emits."""
+        emitted = []
+        if not request.is_prefill_chunk:
+            accepted = min(num_nodes, self.rng.choice([0, 0, 1, 2, num_nodes]))
+            emitted = self.rng.choices(range(100), k=accepted + 1)
+        self.worker.run(request.request_id, num_rows, emitted)
+        return emitted
+
+
+class AsyncEngine(Engine):
+    """Schedules a step before the scheduler hears of the one before."""
+
+    def __init__(self, scheduler: SpecInferScheduler, seed: int) -> None:
+        super().__init__(scheduler, seed)
+        # Steps that have run; requests of the last one, and the nodes of their trees.
+        self.outputs: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
+        self.drafts: list[str] = []
+        self.trees: dict[str, int] = {}
+
+    def step(self, most_nodes: int) -> None:
+        """As `Engine.step`; trees are drafted when the next step is there."""
+        scheduler = self.scheduler
+        told_before = set(scheduler.reset_preempted_req_ids)
+        output = scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids - told_before)
+        for req_id in self.drafts:
+            self.worker.draft(req_id)
+        trees = {r: self.rng.randint(0, most_nodes) for r in self.drafts}
+        self.worker.begin(output)
+        emitted = {}
+        for req_id, num_rows in output.num_scheduled_tokens.items():
+            scheduled = len(output.scheduled_spec_decode_tokens.get(req_id, []))
+            nodes = min(scheduled, trees.get(req_id, 0))
+            request = scheduler.requests[req_id]
+            emitted[req_id] = self._run(request, num_rows - scheduled + nodes, nodes)
+        self.drafts = list(emitted)
+        self.outputs.append((output, output_of(emitted)))
+        if len(self.outputs) == 2 or not emitted:
+            scheduler.update_from_output(*self.outputs.pop(0))
+
+
+def output_of(emitted: dict[str, list[int]]) -> ModelRunnerOutput:
+    """What a worker returns of a step."""
+    ids = {req_id: i for i, req_id in enumerate(emitted)}
+    return ModelRunnerOutput(list(ids), ids, list(emitted.values()))

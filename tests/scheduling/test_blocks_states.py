@@ -8,7 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.scheduling import block_worker
-from tests.scheduling.block_worker import MAX_LEN, NUM_BLOCKS, NUM_NODES, Engine
+from tests.scheduling.block_worker import (
+    MAX_LEN,
+    NUM_BLOCKS,
+    NUM_NODES,
+    AsyncEngine,
+    Engine,
+)
 from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
 from vllm_specinfer.scheduling.step_stats import RETURNED_BLOCKS, SHORT_STEPS
 
@@ -75,5 +81,16 @@ def test_short_of_blocks_trees_give_back_theirs_and_fewer_requests_are_preempted
     assert sum(e.preemptions for e in engines) < 0.7 * sum(kept)
 
 
+class AsyncBlocks(Blocks):
+    """The same with asynchronous scheduling."""
+
+    @initialize(seed=st.integers(0, 1 << 32))
+    def begin(self, seed):
+        self.engine = AsyncEngine(block_worker.make_scheduler(True), seed)
+
+
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAsyncBlocks = AsyncBlocks.TestCase
+TestBlocks.settings = TestAsyncBlocks.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
 def unsupported_reason(args: "EngineArgs") -> str | None:
     """Why the user's own choices stand in the way, or None."""
-    if args.async_scheduling:
-        return (
-            "async_scheduling must be left out with method specinfer on CUDA, where "
-            "the host waits for every step; got True"
-        )
     for name, chosen in (
         ("attention_backend", args.attention_backend),
         ("attention_config.backend", args.attention_config.backend),
@@ -33,13 +28,11 @@ def unsupported_reason(args: "EngineArgs") -> str | None:
 
 
 def choose(args: "EngineArgs") -> None:
-    """Tree attention, synchronous scheduling, and no graphs unless asked for."""
+    """Tree attention, and no graphs unless asked for."""
     from vllm.config import CUDAGraphMode
     from vllm.logger import init_logger
 
     logger = init_logger(f"vllm.{__name__}")
-    args.async_scheduling = False
-    logger.info("specinfer: asynchronous scheduling is off, the host waits for steps")
     if args.attention_config.backend is None:
         args.attention_backend = CUDA_BACKEND
     if args.compilation_config.cudagraph_mode is None:

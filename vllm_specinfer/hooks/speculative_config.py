@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
-SCHEDULER = "vllm_specinfer.scheduling.scheduler.SpecInferScheduler"
+SCHEDULER = "vllm_specinfer.scheduling.async_scheduler.specinfer_scheduler"
 V2_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 
 _MARK = "_specinfer_original"

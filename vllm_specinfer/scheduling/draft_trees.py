@@ -11,9 +11,6 @@ class DraftTrees(DraftTokenIds):
 
     Attributes:
         parents: Per request the parent of each draft, `ROOT` or an earlier draft.
-        reasons: Why requests have no drafts, by request id; of those in a prompt
-            nothing is said.
     """
 
     parents: list[list[int]]
-    reasons: dict[str, str]

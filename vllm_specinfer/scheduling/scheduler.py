@@ -32,7 +32,7 @@ PLACEHOLDER_TOKEN = -1
 
 
 class SpecInferScheduler(Scheduler):
-    """vLLM's synchronous scheduler.
+    """vLLM's synchronous scheduler; `async_scheduler.py` has the other one.
 
     How many drafts each request has comes from the worker (`take_draft_token_ids`).
     """
@@ -45,8 +45,6 @@ class SpecInferScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         # Of requests with a grammar and drafts.
         self._trees: dict[str, TokenTree] = {}
-        # Why requests have no drafts, of those for which there is a reason.
-        self._reasons: dict[str, str] = {}
         # Of the step whose output is being processed.
         self._worker = WorkerStats()
         self._step: StepStats | None = None
@@ -82,7 +80,6 @@ class SpecInferScheduler(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
         """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
         super().update_draft_token_ids(draft_token_ids)
-        self._reasons = draft_token_ids.reasons
         self._trees = {r: t for r, t in self._trees.items() if r in self.requests}
         for req_id, tokens, parents in zip(
             draft_token_ids.req_ids,
@@ -189,6 +186,7 @@ class SpecInferScheduler(Scheduler):
     ) -> StepStats:
         step = StepStats(drafted=worker.drafted, blocks=self._blocks)
         self._blocks = Counter()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
@@ -196,12 +194,12 @@ class SpecInferScheduler(Scheduler):
             if req_id in worker.accepted:
                 step.accepted.update(worker.accepted[req_id])
             elif (
-                num_tokens > 1
-                or request.num_computed_tokens <= request.num_prompt_tokens
+                num_tokens - len(drafts.get(req_id, ())) > 1
+                or not request.num_output_tokens
             ):
                 step.plain[PREFILL] += 1
             else:
-                step.plain[self._reasons.get(req_id, NO_ROOM)] += 1
+                step.plain[worker.reasons.get(req_id, NO_ROOM)] += 1
         for phase, seconds in worker.seconds.items():
             step.microseconds[phase] = round(seconds * 1e6)
         return step

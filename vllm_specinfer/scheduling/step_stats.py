@@ -30,14 +30,19 @@ class WorkerStats:
     """What the worker did in one step.
 
     Attributes:
-        drafted: Nodes of the next trees, by source.
+        drafted: Nodes of the trees that were drafted for it, by source.
+        reasons: Why requests have none, by request id; of those in a prompt nothing is
+            said.
         accepted: By request id the source of each accepted node, by depth; of all
             requests whose tree was verified.
+        num_nodes: How many nodes these trees had.
         seconds: Host time by phase.
     """
 
     drafted: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)
     accepted: dict[str, list[str]] = field(default_factory=dict)
+    num_nodes: dict[str, int] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
 
 
@@ -46,7 +51,7 @@ class StepStats:
     """What one step adds to the metrics.
 
     Attributes:
-        drafted: Nodes of the next trees, by source.
+        drafted: Nodes of the trees that were drafted for it, by source.
         accepted: Accepted tokens by source.
         plain: Requests that ran without nodes, by reason.
         microseconds: Host time by phase.

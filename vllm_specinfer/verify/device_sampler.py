@@ -29,7 +29,7 @@ class DeviceTreeSampler(TreeSampler):
 
     Every row of a tree gets its token, also those that the walk will not come to: rows
     are cheap there, waiting is not. One launch then walks down all trees, and their K/V
-    is committed before the host hears what was accepted.
+    is committed; what was accepted the host hears when it drafts or sends the tokens.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class DeviceTreeSampler(TreeSampler):
         sampler: Sampler,
         plan_of: Callable[[InputBatch], StepPlan | None],
         positions: torch.Tensor,
-        commit: Callable[[InputBatch, torch.Tensor, torch.Tensor], Accepted],
+        commit: Callable[
+            [InputBatch, torch.Tensor, torch.Tensor], Callable[[], Accepted]
+        ],
         on_time: Callable[[str, float], None],
         verification: str = "coupled",
     ) -> None:
@@ -48,7 +50,7 @@ class DeviceTreeSampler(TreeSampler):
             plan_of: As there.
             positions: As there.
             commit: Moves the K/V of accepted rows [R, N] int32, so many [R] int32 of
-                each request, and returns them.
+                each request; waits for them where its result is called.
             on_time: As there.
             verification: As there.
         """
@@ -102,7 +104,7 @@ class DeviceTreeSampler(TreeSampler):
         self._on_time(VERIFY, time.perf_counter() - started)
         accepted = self._commit(input_batch, path, num_accepted)
         if logprobs is not None:
-            logprobs = _chosen(logprobs, np.cumsum(counts) - counts, accepted)
+            logprobs = _chosen(logprobs, np.cumsum(counts) - counts, accepted())
         if num_nans is not None:
             num_nans = num_nans[first]
         return self._emitted(

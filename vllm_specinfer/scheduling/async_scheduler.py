@@ -1,0 +1,79 @@
+"""Asynchronous scheduling: a step is scheduled while the one before it runs.
+
+How many nodes the next trees have nobody knows then, and not where the texts will end.
+The scheduler gives every request rows for all N nodes behind a text of which all nodes
+were accepted; the worker, which waits for the walks of the step before, drafts and runs
+the rows that there are (`TreeWorker.execute_model`). Only the host's part of a step
+is hidden that way: scheduling, and what becomes of the tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_specinfer.scheduling.draft_trees import DraftTrees
+from vllm_specinfer.scheduling.scheduler import PLACEHOLDER_TOKEN, SpecInferScheduler
+from vllm_specinfer.tree.token_tree import TokenTree
+
+
+class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As `SpecInferScheduler`; what no grammar can follow in time is left out.
+
+        vLLM waits for the trees of a request with a grammar where it waits for its
+        tokens; where it knows these, as after a pause, it does not.
+        """
+        self._trees.clear()
+        for request in self.running:
+            if request.use_structured_output and not request.num_output_placeholders:
+                request.spec_token_ids = []
+        return super().schedule(*args, **kwargs)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTrees, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Take the trees of a step that runs; its grammars are still to be asked."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for req_id, tokens, parents in zip(
+            draft_token_ids.req_ids,
+            draft_token_ids.draft_token_ids,
+            draft_token_ids.parents,
+            strict=True,
+        ):
+            if PLACEHOLDER_TOKEN not in tokens:
+                count = len(drafts.get(req_id, ()))
+                self._trees[req_id] = TokenTree(
+                    np.array(tokens[:count], np.int64),
+                    np.array(parents[:count], np.int32),
+                )
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        *,
+        request_id: str,
+        **counts: Any,
+    ) -> SpecDecodingStats | None:
+        """As `SpecInferScheduler`, of the nodes that there were."""
+        counts["num_draft_tokens"] = self._worker.num_nodes.get(request_id, 0)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, request_id=request_id, **counts
+        )
+
+    def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
+        """The tree of a request; the worker runs no rows that hang on nothing."""
+        empty = TokenTree(np.zeros(0, np.int64), np.zeros(0, np.int32))
+        return self._trees.get(req_id, empty)
+
+
+def specinfer_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SpecInferScheduler:
+    """The scheduler of an engine; vLLM calls it as if it were a class."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    scheduler = AsyncSpecInferScheduler if asynchronous else SpecInferScheduler
+    return scheduler(vllm_config=vllm_config, **kwargs)
