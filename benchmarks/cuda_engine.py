@@ -3,8 +3,10 @@
     python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts equality ...]
 
 - equality: greedy and seeded texts in float32, beside plain vLLM on Model Runner V2 and
-  its own Triton attention; every text that differs is told with its first place.
-- equality_graphs: the same with CUDA graphs of verification and drafting.
+  its own Triton attention; every text that differs is told with its first place. The
+  host waits for every step.
+- equality_async: the same with asynchronous scheduling, vLLM's default.
+- equality_graphs: the same with CUDA graphs of verification and drafting, too.
 - steps: seconds of a decoding step by nodes per tree and by batch.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - speed_graphs: the same with CUDA graphs in all three.
@@ -65,7 +67,7 @@ def main() -> None:
     raise SystemExit(bool(failed))
 
 
-def equality(args: argparse.Namespace, **engine: Any) -> str:
+def equality(args: argparse.Namespace, out: str = "equality", **engine: Any) -> str:
     """How many texts are those of plain decoding, and where others part.
 
     Raises:
@@ -79,7 +81,8 @@ def equality(args: argparse.Namespace, **engine: Any) -> str:
     if not _on_cpu():
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         plain["attention_backend"] = "TRITON_ATTN"
-    engine = {"enforce_eager": not engine, "dtype": "float32", **MEMORY, **engine}
+    engine = engine or {"async_scheduling": False, "enforce_eager": True}
+    engine = {"dtype": "float32", **MEMORY, **engine}
     shapes = {"best first": {}, "wide": {"tree": "4,2,2,1"}, "suffix": {}}
     engines = {"plain": start_engine(args.target, longest, 8, None, engine | plain)}
     for name, shape in shapes.items():
@@ -113,9 +116,8 @@ def equality(args: argparse.Namespace, **engine: Any) -> str:
                     "first differences": " ".join(map(str, places)),
                 }
             )
-    name = "equality" if engine["enforce_eager"] else "equality_graphs"
-    write_csv(args.out / f"{name}.csv", rows)
-    (args.out / f"{name}.md").write_text(markdown_of(rows))
+    write_csv(args.out / f"{out}.csv", rows)
+    (args.out / f"{out}.md").write_text(markdown_of(rows))
     if differ:
         raise AssertionError(f"{differ} texts differ:\n{markdown_of(rows)}")
     return markdown_of(rows)
@@ -183,9 +185,14 @@ def speed(args: argparse.Namespace, out: str = "speed", **engine: Any) -> str:
     return bench(args.out / out, settings, ["benchmarks/cuda_engine.py"])
 
 
+def equality_async(args: argparse.Namespace) -> str:
+    """`equality` with asynchronous scheduling."""
+    return equality(args, "equality_async", enforce_eager=True)
+
+
 def equality_graphs(args: argparse.Namespace) -> str:
-    """`equality` with graphs."""
-    return equality(args, **GRAPHS)
+    """`equality` with graphs and asynchronous scheduling."""
+    return equality(args, "equality_graphs", **GRAPHS)
 
 
 def speed_graphs(args: argparse.Namespace) -> str:
@@ -195,7 +202,10 @@ def speed_graphs(args: argparse.Namespace) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
-    for part in (equality, steps, speed, equality_graphs, speed_graphs)
+    for part in (
+        *(equality, equality_async, steps, speed),
+        *(equality_graphs, speed_graphs),
+    )
 }
 
 

@@ -13,11 +13,16 @@ TYPES = [np.int64, np.int32, np.float32, np.float64, np.bool_, np.uint8]
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """A device whose memory is not the host's; counts copies from it."""
+    """A device whose memory is not the host's; the copies that were waited for."""
     monkeypatch.setattr(device, "is_host", lambda device: False)
     copies = []
-    cpu = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: copies.append(t) or cpu(t))
+    waited = device._waited
+
+    def counted(copy, copied):
+        copies.append(copy)
+        return waited(copy, copied)
+
+    monkeypatch.setattr(device, "_waited", counted)
     return copies
 
 
@@ -36,6 +41,14 @@ def test_all_tensors_are_read_in_one_copy(elsewhere):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert (one == other).all() and one.flags.aligned
         assert not np.shares_memory(one, other)
+
+
+def test_what_is_read_later_is_as_it_was_at_once(elsewhere):
+    tensor = torch.arange(3)
+    later = device.read_later(tensor)
+    tensor += 1
+    assert not elsewhere
+    assert later()[0].tolist() == [0, 1, 2]
 
 
 def test_parts_of_tensors_are_read(elsewhere):
