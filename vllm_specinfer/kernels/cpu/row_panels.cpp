@@ -35,12 +35,14 @@ struct Panel {
   int rows, halves;
 };
 
-inline std::vector<Panel> panels_of(int64_t m) {
+// As few as there can be, but where threads have panels of their own as many for each.
+inline std::vector<Panel> panels_of(int64_t m, int64_t threads) {
   const int64_t halves = (m + kHalf - 1) / kHalf;
-  const int64_t count = (halves + kMostHalves - 1) / kMostHalves;
+  int64_t count = (halves + kMostHalves - 1) / kMostHalves;
+  if (count >= threads) count = (count + threads - 1) / threads * threads;
   std::vector<Panel> panels;
   for (int64_t i = 0, row = 0; i < count; ++i) {
-    const int size = halves / count + (i < halves % count);
+    const int size = halves * (i + 1) / count - halves * i / count;
     const int rows = std::min<int64_t>(size * kHalf, m - row);
     panels.push_back({row, rows, size});
     row += rows;
@@ -174,7 +176,8 @@ void outputs(const Product<T, X>& p, const Panel* first, const Panel* last,
 template <class T, class X>
 void run(const Product<T, X>& p) {
   static_assert(sizeof(X) == sizeof(float));
-  const std::vector<Panel> panels = panels_of(p.m);
+  const int64_t threads = at::get_num_threads();
+  const std::vector<Panel> panels = panels_of(p.m, threads);
   const Panel *first = panels.data(), *last = first + panels.size();
   const int64_t halves = (p.m + kHalf - 1) / kHalf;
   const int64_t blocks = p.k / kLanes, parts = (p.n + kOutputs - 1) / kOutputs;
@@ -186,7 +189,7 @@ void run(const Product<T, X>& p) {
         fill((const float*)p.x + panel->row * p.k + k, p.k, *panel,
              x.get() + panel->row * p.k + k * panel->halves * kHalf);
   };
-  if (last - first >= at::get_num_threads()) {
+  if (last - first >= threads) {
     // Each thread has rows of its own, which it alone fetches.
     at::parallel_for(0, last - first, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i += kGroup) {
