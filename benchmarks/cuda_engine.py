@@ -7,6 +7,8 @@
   host waits for every step.
 - equality_async: the same with asynchronous scheduling, vLLM's default.
 - equality_graphs: the same with CUDA graphs of verification and drafting, too.
+- waits: drafting, verification and what they prepare, with graphs, while torch raises
+  where the host waits for the device without being meant to.
 - steps: seconds of a decoding step by nodes per tree and by batch.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - speed_graphs: the same with CUDA graphs in all three.
@@ -123,6 +125,54 @@ def equality(args: argparse.Namespace, out: str = "equality", **engine: Any) -> 
     return markdown_of(rows)
 
 
+def waits(args: argparse.Namespace) -> str:
+    """Steps of which some parts must not wait but where `device.read` does.
+
+    Raises:
+        RuntimeError: One waits.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    from vllm_specinfer.model_state import TreeModelState
+    from vllm_specinfer.speculator import TreeSpeculator
+    from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
+
+    prompts = assets.prompt_ids(args.data, 4, args.target)
+    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
+    spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
+    engine = {"dtype": args.dtype, **MEMORY, **GRAPHS}
+    llm = start_engine(args.target, longest, len(prompts), spec, engine)
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=args.max_tokens)
+        for t in (0.0, 0.0, 1.0, 1.0)
+    ]
+    _texts(llm, prompts, params)  # compiles what is compiled on first use
+    calls = 0
+
+    def strict(cls: type, name: str) -> None:
+        original = getattr(cls, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return original(*given, **more)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+        setattr(cls, name, call)
+
+    strict(TreeSpeculator, "draft")
+    strict(DeviceTreeSampler, "__call__")
+    strict(TreeModelState, "prepare_attn")
+    strict(TreeModelState, "prepare_inputs")
+    _texts(llm, prompts, params)
+    return f"{calls} calls, none of which waited without being meant to\n"
+
+
 def steps(args: argparse.Namespace) -> str:
     """Seconds of a step by nodes per tree (P9), all nodes in every step."""
     from vllm import SamplingParams
@@ -203,8 +253,8 @@ def speed_graphs(args: argparse.Namespace) -> str:
 PARTS: dict[str, Callable[..., str]] = {
     part.__name__: part
     for part in (
-        *(equality, equality_async, steps, speed),
-        *(equality_graphs, speed_graphs),
+        *(equality, equality_async, equality_graphs, waits),
+        *(steps, speed, speed_graphs),
     )
 }
 

@@ -69,6 +69,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     """Name and call of each check; a call raises where a kernel is wrong."""
     yield "commit", lambda: _check_commit(device)
     yield "verification", lambda: _check_verification(device)
+    yield "children", lambda: _check_children(device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
@@ -128,6 +129,13 @@ def _check_commit(device: str) -> None:
             assert (
                 a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
             ), f"seed {seed}"
+
+
+def _check_children(device: str) -> None:
+    import coupled_cases
+    import test_triton_coupled as tests
+
+    tests.check(coupled_cases.run(device))
 
 
 def _check_verification(device: str) -> None:

@@ -151,7 +151,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (asked, "observe", None, POLICY),
         (BudgetMemory, "note_step", None, POLICY),
         *((budget, name, None, POLICY) for name in DECISIONS),
-        *((found, "propose", None, BUILD) for found in asked.ssms),
+        *((found, "begin", None, BUILD) for found in asked.ssms),
         # Further SSMs and lookups: their work is drafting.
         *((found.ssm, "catch_up", None, None) for found in asked.ssms[1:]),
         *((found.ssm, "run_level", None, None) for found in asked.ssms[1:]),

@@ -166,8 +166,7 @@ class TreeSpeculator(DraftModelSpeculator):
         vLLM's own version builds all groups with one config; SSMs differ in theirs.
         """
         bound = [
-            source.ssm.bind(kv_cache_config, block_tables)
-            for source in self.sources.ssms
+            source.bind(kv_cache_config, block_tables) for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
 

@@ -51,6 +51,10 @@ class Chain:
         }
         return Proposal(candidates, [draws])
 
+    def begin(self, step, least):
+        proposal = self.propose(step, least)
+        return lambda: proposal
+
 
 def propose(lookups, ssms, num_nodes, tree=SHAPE):
     drafts = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(STEP)

@@ -188,16 +188,16 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         found = []
 
         def recorded(self, step, least):
-            proposal = propose(self, step, least)
+            proposal = begin(self, step, least)()
             candidates = proposal.candidates
             for r, i in enumerate(step.growing):
                 known = step.all_token_ids[step.slots[i], : step.num_tokens[i]]
                 columns = candidates.tokens, candidates.parents, candidates.scores
                 found.append([known.tolist(), *(c[r].tolist() for c in columns)])
             Path(os.environ["RECORDED_DRAFTS"]).write_text(json.dumps(found))
-            return proposal
+            return lambda: proposal
 
-        return mock.patch.object(NeuralSource, "propose", recorded)
+        return mock.patch.object(NeuralSource, "begin", recorded)
 
     def trees_of_any_size():
         """The scheduler gets all of a tree, a few nodes or none."""
@@ -235,7 +235,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         ):
             yield
 
-    propose = NeuralSource.propose
+    begin = NeuralSource.begin
     draft = speculator.TreeSpeculator.draft
     update = SpecInferScheduler.update_draft_token_ids
     start, asks = SourceSet.start, SourceSet._asks_ssms

@@ -22,6 +22,7 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
 PROMPTS = [[5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
+TREE = {"max_depth": 4, "max_width": 3, "min_probability": 0}
 WORKER = "tests.e2e.interpreted_worker.InterpretedWorker"
 
 
@@ -64,11 +65,14 @@ def main() -> None:
             ("coupled", everything, {"model": ssm}),
             ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
             ("mss", sampled, {"model": ssm, "verification": "mss"}),
-            ("eagle", greedy, {"model": head}),
+            ("two", greedy, {"ssms": [ssm, head], "tree": TREE}),
+            ("eagle", greedy, {"model": head, "tree": "2,1,2"}),
         )
     }
     plain = {"llm": llm, "plain_v2": True, **everything}
-    of_cpu = engine._run_jobs([plain, {**plain, **sampled}, jobs["mss"]])
+    on_cpu = {"plain": plain, "sampled": {**plain, **sampled}}
+    on_cpu |= {name: jobs[name] for name in ("mss", "coupled", "two", "eagle")}
+    of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
     launches: dict[str, int] = {}
     with (
         mock.patch.object(config, "CPU_WORKER", WORKER),
@@ -83,7 +87,6 @@ def main() -> None:
         counted_in_verification(lambda: guard.num_reads) as waits,
     ):
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
-    of_cpu = dict(zip(("plain", "sampled", "mss"), of_cpu, strict=True))
     counts = {"launches": launches, "reads": np.diff(reads).tolist(), "passes": passes}
     counts["waits"] = waits
     Path(output).write_text(json.dumps([of_cpu, found, counts]))

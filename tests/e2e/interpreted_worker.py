@@ -53,7 +53,7 @@ def graphs_replayed() -> Iterator[list[str]]:
     """Graphs that launch once more what was captured; which passes were one."""
     from vllm_specinfer.drafting import ssm
 
-    prepared, passes = ssm.NeuralSSM._prepared, []
+    run_rows, passes = ssm.NeuralSSM._run_rows, []
 
     def captured(launch: Callable, *_: Any) -> tuple[Any, Callable[[], None]]:
         outputs = launch()
@@ -65,15 +65,16 @@ def graphs_replayed() -> Iterator[list[str]]:
 
         return outputs, replay
 
-    def eager(
-        self: ssm.NeuralSSM, rows: ssm.PassRows, *args: Any, **more: Any
-    ) -> Callable:
-        passes.append("level" if rows.is_tree.any() else "catch-up")
-        return prepared(self, rows, *args, **more)
+    def run(self: ssm.NeuralSSM, rows: ssm.PassRows, *args: Any) -> torch.Tensor:
+        num_replays = len(passes)
+        hidden = run_rows(self, rows, *args)
+        if len(passes) == num_replays:
+            passes.append("level" if rows.is_tree.any() else "catch-up")
+        return hidden
 
     with (
         mock.patch.object(ssm, "captured", captured),
-        mock.patch.object(ssm.NeuralSSM, "_prepared", eager),
+        mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
     ):
         yield passes
 

@@ -22,14 +22,14 @@ class HostBlocks:
             block_tables: The runner's.
             group_id: Which group.
         """
-        self._on_device = block_tables.block_tables[group_id].gpu
+        self.on_device = block_tables.block_tables[group_id].gpu
         self._counts = block_tables.num_blocks.np[group_id]
         # [S, max_blocks] int32; on a CPU the device's own.
-        self.table = np.zeros(self._on_device.shape, np.int32)
+        self.table = np.zeros(self.on_device.shape, np.int32)
         self._known = np.zeros(len(self.table), np.int32)
-        self._is_copy = not is_host(self._on_device.device)
+        self._is_copy = not is_host(self.on_device.device)
         if not self._is_copy:
-            (self.table,) = read(self._on_device)
+            (self.table,) = read(self.on_device)
 
     def forget(self, slot: int) -> None:
         """A request starts in a slot, or has given blocks back."""
@@ -53,8 +53,8 @@ class HostBlocks:
 
     def rows(self, slots: np.ndarray) -> torch.Tensor:
         """[R, max_blocks] rows of these slots, on the device."""
-        return self._on_device[stage(self._on_device.device, slots)[0]]
+        return self.on_device[stage(self.on_device.device, slots)[0]]
 
     def fill(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """The rows of slots [R], both on the device, into rows [R, max_blocks]."""
-        torch.index_select(self._on_device, 0, slots, out=rows)
+        torch.index_select(self.on_device, 0, slots, out=rows)

@@ -104,7 +104,8 @@ class ChildChooser:
             source: Its number: the draws of two sources must be independent.
             coupled: Does what `coupled_children` does, which is the default.
         """
-        self._coupled = verification == "coupled"
+        # Whether tests need to know what sampled children were drawn from.
+        self.draws = verification != "coupled"
         self._best = coupled or coupled_children
         self._seed_offset = source * _SEED_STEP
         self._replaces = verification != "rrs"
@@ -133,7 +134,7 @@ class ChildChooser:
         sampled = np.flatnonzero(rows.temperatures)
         if not len(sampled):
             return Children(scores, children)
-        if self._coupled:
+        if not self.draws:
             if len(sampled) == len(tokens):
                 sampled = slice(None)  # views, no copies
             scores[sampled], children[sampled] = self._best(

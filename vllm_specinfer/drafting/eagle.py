@@ -91,9 +91,7 @@ class EagleHead(NeuralSSM):
         return self._combined(torch.cat(parts))
 
     def _zeros(self, num_rows: int) -> torch.Tensor:
-        return torch.zeros(
-            num_rows, self._width, dtype=self._dtype, device=self._device
-        )
+        return torch.zeros(num_rows, self._width, dtype=self._dtype, device=self.device)
 
     def _combined(self, states: torch.Tensor) -> torch.Tensor:
         """[F, H] of [F, D]: EAGLE-3 mixes the states of several layers."""
@@ -112,11 +110,17 @@ class EagleHead(NeuralSSM):
         hidden, self._own = outputs
         return hidden
 
-    def _dummy_states(self, num_rows: int) -> torch.Tensor:
+    @property
+    def own_states(self) -> torch.Tensor:
+        """[F, H] of the last pass."""
+        return self._own
+
+    def no_states(self, num_rows: int) -> torch.Tensor:
+        """[F, H] zeros."""
         return self._combined(self._zeros(num_rows))
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor:
-        return self._own[stage(self._device, frontier.parents)[0]]
+        return self._own[stage(self.device, frontier.parents)[0]]
 
     def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         self._own = self._own[rows]

@@ -2,8 +2,9 @@
 
 A graph runs so many requests with so many rows each, over buffers that every pass
 fills. What is not needed is padding: requests without rows, rows whose K/V goes
-nowhere. Levels of trees and short catch-up passes are the same graph, as the kernel of
-tree attention takes both. vLLM's own speculator with a draft model has no graphs
+nowhere. Levels that the host chooses and short catch-up passes are the same graph, as
+the kernel of tree attention takes both; trees that grow on the device have graphs of
+their own (`device_trees.py`). vLLM's speculator with a draft model has no graphs
 (vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py). Not yet run on a GPU.
 
 Dimension legend: R requests, F rows of all of them, W 64-bit words per bit row.
@@ -25,6 +26,8 @@ from vllm_specinfer.device import StagedBuffers
 
 # What a pass gives: hidden states [F, H], and whatever else its model returns by row.
 Outputs = tuple[torch.Tensor, ...]
+# Outputs that a replay overwrites, and the replay.
+Captured = tuple[Outputs, Callable[[], None]]
 
 
 class PassRows(NamedTuple):
@@ -71,6 +74,13 @@ class PassRows(NamedTuple):
         )
 
     @classmethod
+    def level(cls, shape: "GraphShape") -> "PassRows":
+        """Requests with all the rows of a level, which nobody sees yet."""
+        starts = np.arange(shape.num_reqs + 1, dtype=np.int32) * shape.rows_per_req
+        is_tree = np.ones(shape.num_reqs, bool)
+        return cls.padding(shape)._replace(starts=starts, is_tree=is_tree)
+
+    @classmethod
     def padding(cls, shape: "GraphShape") -> "PassRows":
         """Requests without rows."""
         num_reqs, num_rows = shape.num_reqs, shape.num_rows
@@ -114,6 +124,22 @@ class GraphShape(NamedTuple):
         return self.num_reqs * self.rows_per_req
 
 
+class StaticPass(NamedTuple):
+    """A pass over tensors that stay where they are.
+
+    Attributes:
+        inputs: `rows`, for the host to fill in one copy.
+        rows: On the device.
+        states: [F, D] what rows read besides their tokens; None for nothing.
+        launch: Runs it; the host does not wait.
+    """
+
+    inputs: StagedBuffers
+    rows: PassRows
+    states: torch.Tensor | None
+    launch: Callable[[], Outputs]
+
+
 class PassGraph(NamedTuple):
     """A captured pass.
 
@@ -155,11 +181,13 @@ class PassGraphs:
             most: The largest pass.
             capture: Captures one pass.
         """
-        # The largest first: the others fit into its memory.
-        sizes = [most.num_reqs]
-        while sizes[-1] > 1:
-            sizes.append(1 << ((sizes[-1] - 1).bit_length() - 1))
+        sizes = graph_sizes(most.num_reqs)
         self._graphs = [capture(most._replace(num_reqs=size)) for size in sizes]
+
+    @property
+    def outputs(self) -> Outputs:
+        """Of the largest pass."""
+        return self._graphs[0].outputs
 
     def of(self, rows: PassRows) -> PassGraph | None:
         """The smallest graph that takes a pass; None where none does."""
@@ -173,9 +201,17 @@ class PassGraphs:
         return None
 
 
+def graph_sizes(most: int) -> list[int]:
+    """So many and the powers of two below; they fit into the largest's memory."""
+    sizes = [most]
+    while sizes[-1] > 1:
+        sizes.append(1 << ((sizes[-1] - 1).bit_length() - 1))
+    return sizes
+
+
 def captured(
     launch: Callable[[], Outputs], device: torch.device, vllm_config: VllmConfig
-) -> tuple[Outputs, Callable[[], None]]:
+) -> Captured:
     """What a function launches, as a CUDA graph.
 
     Args:

@@ -158,7 +158,7 @@ class TreeGrowth:
         if self._best_first:
             live &= new_logprobs >= self._least
             live &= new_logprobs >= self._found.nth_score(self._num_nodes)[:, None]
-            width = min(self._tree.max_width, num_new)
+            width = min(self.num_children, num_new)
             chosen = np.argsort(-new_logprobs, axis=1, kind="stable")[:, :width]
         else:
             chosen = np.broadcast_to(np.arange(num_new), (num_reqs, num_new))

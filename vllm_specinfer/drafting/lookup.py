@@ -61,7 +61,12 @@ class LookupSource:
         self._lookup.forget()
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
-        """Look up what may follow the R requests."""
+        """Look up what may follow the R requests, whatever is left out later.
+
+        Args:
+            step: The step.
+            least: Not used.
+        """
         found = []
         for i in step.growing.tolist():
             slot = int(step.slots[i])

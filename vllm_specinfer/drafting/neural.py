@@ -1,9 +1,16 @@
 """A neural SSM as a source: catch up, then grow a tree level by level."""
 
-import numpy as np
-from vllm.v1.core.sched.output import NewRequestData
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_specinfer.drafting.children import ChildChooser
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser
 from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -17,6 +24,9 @@ from vllm_specinfer.scheduling.predictor import (
     Predictor,
     node_features,
 )
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.device_trees import DeviceTrees
 
 
 class NeuralSource:
@@ -52,6 +62,7 @@ class NeuralSource:
         self._budget = budget
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
+        self._on_device: DeviceTrees | None = None
 
     @property
     def work(self) -> tuple[int, int]:
@@ -60,9 +71,15 @@ class NeuralSource:
 
     def capture(self) -> None:
         """Capture graphs of what decoding runs: levels, and paths of that depth."""
+        # Its kernels need Triton.
+        from vllm_specinfer.drafting.device_trees import DeviceTrees
+
         sizes = level_sizes(self._tree, self._num_nodes)
         rows = max((self._tree.max_depth + 1, *sizes))
         self.ssm.capture(rows, level_words(self._tree, self._num_nodes))
+        self._on_device = DeviceTrees(
+            self.ssm, self._tree, self._num_nodes, NUM_CANDIDATES
+        )
 
     def num_unread(self, step: DraftStep) -> int:
         """Known tokens of the batch that the SSM has not read yet."""
@@ -76,9 +93,45 @@ class NeuralSource:
         """No trees are wanted in this step."""
         self.ssm.skip(step)
 
-    def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
-        """Catch up with the whole batch, grow the trees of R requests."""
+    def bind(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> list[list[AttentionGroup]]:
+        """As `NeuralSSM.bind`."""
+        self._on_device = None
+        return self.ssm.bind(kv_cache_config, block_tables)
+
+    def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:
+        """Catch up with the whole batch, begin to grow the trees of R requests.
+
+        Trees in graphs grow on the device while the host does something else; tests of
+        draws and the predictor need the host in between.
+
+        Args:
+            step: The step.
+            least: [R] log of the chance below which a node is sure to be left out.
+
+        Returns:
+            Waits for the trees.
+        """
         hidden = self.ssm.catch_up(step)
+        slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
+        draws = self.chooser.draws and step.roots.temperatures.any()
+        if self._on_device is None or self.predictor or draws or not len(slots):
+            proposal = self._grown(hidden, step, least)
+            return lambda: proposal
+        found = self._on_device.grow(
+            hidden,
+            slots,
+            num_tokens,
+            step.roots,
+            self.calibration.line,
+            self._budget.worth(),
+        )
+        return lambda: Proposal(found(), [{} for _ in slots])
+
+    def _grown(
+        self, hidden: torch.Tensor, step: DraftStep, least: np.ndarray
+    ) -> Proposal:
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
         grow = self._steps.grow if self.predictor is None else TreeGrowth
         growth = grow(

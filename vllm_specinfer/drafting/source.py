@@ -67,7 +67,7 @@ class Proposal:
 
 
 class Source(Protocol):
-    """Proposes trees.
+    """Proposes trees; lookups at once, SSMs once their passes are over.
 
     Attributes:
         calibration: What the source's own chances are corrected by.
@@ -79,11 +79,3 @@ class Source(Protocol):
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
-
-    def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
-        """Propose trees.
-
-        Args:
-            step: The step.
-            least: [R] log of the chance below which a node is sure to be left out.
-        """

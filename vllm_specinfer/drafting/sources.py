@@ -235,7 +235,8 @@ class SourceSet:
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
         (rows, levels), started = self._ssm_work(), time.perf_counter()
-        proposals = [source.propose(step, least) for source in self.ssms]
+        begun = [source.begin(step, least) for source in self.ssms]
+        proposals = [wait() for wait in begun]
         if step.decodes_only:
             spent = time.perf_counter() - started
             all_rows, all_levels = self._ssm_work()

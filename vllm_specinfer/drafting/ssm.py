@@ -29,11 +29,13 @@ from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import StagedBuffers, read, stage
 from vllm_specinfer.drafting.blocks import HostBlocks
 from vllm_specinfer.drafting.graphs import (
+    Captured,
     GraphShape,
     Outputs,
     PassGraph,
     PassGraphs,
     PassRows,
+    StaticPass,
     captured,
 )
 from vllm_specinfer.drafting.growth import Frontier
@@ -66,7 +68,7 @@ class NeuralSSM:
             device: The worker's device.
         """
         self.model = model
-        self._device = device
+        self.device = device
         self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
@@ -74,8 +76,9 @@ class NeuralSSM:
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
         self._scheduler_config = vllm_config.scheduler_config
+        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._graphs: PassGraphs | None = None
-        self._num_caught_up = np.zeros(self._scheduler_config.max_num_seqs, np.int64)
+        self._num_caught_up = np.zeros(self.max_num_reqs, np.int64)
 
     def bind(
         self,
@@ -98,7 +101,7 @@ class NeuralSSM:
         attn_groups, _, _ = init_attn_backend(
             kv_cache_config,
             self._vllm_config,
-            self._device,
+            self.device,
             active_layer_names=self._layer_names,
         )
         used = [i for i, groups in enumerate(attn_groups) if groups]
@@ -116,7 +119,7 @@ class NeuralSSM:
         self._written = WrittenBlocks(
             kv_cache_config.num_blocks,
             self._block_size,
-            self._scheduler_config.max_num_seqs,
+            self.max_num_reqs,
         )
         return attn_groups
 
@@ -141,7 +144,7 @@ class NeuralSSM:
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
-        states = self._dummy_states(len(input_ids))
+        states = self.no_states(len(input_ids))
         hidden = self._taken(self._run(input_ids, positions, None, None, states))
         self._head.likeliest(hidden[:1], 1)
 
@@ -190,7 +193,7 @@ class NeuralSSM:
             known = step.all_token_ids[slot, self.lookahead : step.num_tokens[part[i]]]
             self._written.complete(slot, self._blocks.table[slot], known)
         last = (starts[1:] - 1)[np.searchsorted(part, growing)]
-        return self._last(hidden, stage(self._device, last)[0])
+        return self._last(hidden, stage(self.device, last)[0])
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray
@@ -234,6 +237,31 @@ class NeuralSSM:
         """Likeliest next tokens: float32 log-probabilities [F, M], int64 ids [F, M]."""
         return read(*self._head.likeliest(hidden, count))
 
+    def likeliest_on_device(
+        self, hidden: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`likeliest` for which nobody waits."""
+        return self._head.likeliest(hidden, count)
+
+    def kv_slots_on_device(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, F] KV cache slots of flat positions [R, F] that the request owns.
+
+        Where it owns none, any slot.
+        """
+        size, table = self._block_size, self._blocks.on_device
+        blocks = (positions // size).clamp_max(table.shape[1] - 1)
+        return table[slots[:, None], blocks].long() * size + positions % size
+
+    def overwrite_scratch(
+        self, slots: np.ndarray, num_tokens: np.ndarray, count: int
+    ) -> None:
+        """So many scratch slots of requests [R] may be written to."""
+        first = np.repeat(num_tokens - self.lookahead, count)
+        positions = first + np.tile(np.arange(count), len(slots))
+        self._overwrite(self._kv_slots(np.repeat(slots, count), positions))
+
     def _kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """KV cache slots of flat positions; PAD where the request owns none."""
         size = self._block_size
@@ -244,6 +272,9 @@ class NeuralSSM:
         kv_slots = blocks.astype(np.int64) * size + safe % size
         return np.where(inside, kv_slots, PAD_SLOT_ID)
 
+    def _overwrite(self, kv_slots: np.ndarray) -> None:
+        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
+
     def capture(self, rows_per_req: int, words: int) -> None:
         """Capture graphs of the passes that decoding needs, on CUDA.
 
@@ -251,38 +282,50 @@ class NeuralSSM:
             rows_per_req: Most rows of a request in such a pass.
             words: 64-bit words per bit row of a level (W).
         """
-        most = self._scheduler_config.max_num_seqs
-        self._graphs = PassGraphs(GraphShape(most, rows_per_req, words), self._graph)
+        shape = GraphShape(self.max_num_reqs, rows_per_req, words)
+        self._graphs = PassGraphs(shape, self._graph)
 
     def _graph(self, shape: GraphShape) -> PassGraph:
-        padding = PassRows.padding(shape)
-        inputs = StagedBuffers(self._device, *padding)
-        table = self._blocks.rows(padding.slots)
-        states = self._dummy_states(shape.num_rows)
+        fixed = self.static_pass(shape, PassRows.padding(shape))
+        outputs, replay = self.captured(fixed.launch)
+        return PassGraph(shape, fixed.inputs, fixed.states, outputs, replay)
+
+    def captured(self, launch: Callable[[], Outputs]) -> Captured:
+        """What is launched, as a graph (`graphs.captured`)."""
+        return captured(launch, self.device, self._vllm_config)
+
+    def static_pass(self, shape: GraphShape, rows: PassRows) -> StaticPass:
+        """A pass that can be captured.
+
+        Args:
+            shape: The largest that it may be.
+            rows: What it runs to begin with.
+        """
+        inputs = StagedBuffers(self.device, *rows)
+        tensors, table = PassRows(*inputs.tensors), self._blocks.rows(rows.slots)
+        states = self.no_states(shape.num_rows)
         # What the kernels are launched for, whatever a pass brings.
         bounds = _host_side(
             np.arange(shape.num_reqs + 1, dtype=np.int32) * shape.rows_per_req,
             np.full(shape.num_reqs, self.max_model_len, np.int32),
         )
-        tensors = PassRows(*inputs.tensors)
         run = self._prepared(tensors, table, bounds, states, in_tree=True)
 
         def launch() -> Outputs:
             self._blocks.fill(table, tensors.slots)
             return run()
 
-        outputs, replay = captured(launch, self._device, self._vllm_config)
-        return PassGraph(shape, inputs, states, outputs, replay)
+        return StaticPass(inputs, tensors, states, launch)
 
     def _run_rows(self, rows: PassRows, states: torch.Tensor | None) -> torch.Tensor:
         """[F, hidden] hidden states of rows, whose K/V is written."""
         self.num_rows += len(rows.tokens)
-        self._written.overwrite(rows.kv_slots[rows.kv_slots != PAD_SLOT_ID])
+        self._overwrite(rows.kv_slots)
         graph = self._graphs and self._graphs.of(rows)
         if graph:
             return self._taken(graph.run(rows, states))
         run = self._prepared(
-            PassRows(*stage(self._device, *rows)),
+            PassRows(*stage(self.device, *rows)),
             self._blocks.rows(rows.slots),
             _host_side(rows.starts, rows.seq_lens),
             states,
@@ -370,7 +413,18 @@ class NeuralSSM:
         """What the rows of a catch-up pass read besides their tokens."""
         return None
 
-    def _dummy_states(self, num_rows: int) -> torch.Tensor | None:
+    def no_states(self, num_rows: int) -> torch.Tensor | None:
+        """Room for what rows [F] read besides their tokens; None for nothing."""
+        return None
+
+    def no_hidden(self, num_rows: int) -> torch.Tensor:
+        """Room for the hidden states of rows [F], once passes are captured."""
+        hidden = self._graphs.outputs[0]
+        return hidden.new_zeros(num_rows, hidden.shape[1])
+
+    @property
+    def own_states(self) -> torch.Tensor | None:
+        """What children of the last pass's rows read of them; None for nothing."""
         return None
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor | None:

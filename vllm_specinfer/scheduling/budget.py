@@ -65,6 +65,10 @@ class Worth(NamedTuple):
         pays = sum(gain for gain in gained if gain > 0) > self.level
         return np.array([pays and gain > 0 for gain in gained], bool)
 
+    def pays(self, chances: float, rows: int) -> bool:
+        """Whether a level of nodes with these chances in all, so many rows, pays."""
+        return chances * self.child > rows * self.row + self.level
+
 
 class Budget:
     """Spends all that the trees have room for, in every step."""

@@ -1,5 +1,7 @@
 """How far a source's own chances can be believed."""
 
+import math
+
 import numpy as np
 
 # Steps of the correction: large at the start, then as small as this.
@@ -20,11 +22,17 @@ class Calibration:
         self.distrust = 0.0
         self._num_steps = 0
 
+    @property
+    def line(self) -> tuple[float, float]:
+        """A factor and what is taken off: what corrects the logs of chances."""
+        if self.distrust < 0:
+            return math.exp(self.distrust), 0.0
+        return 1.0, self.distrust
+
     def corrected(self, logs: np.ndarray) -> np.ndarray:
         """Logs of what remains of a source's own chances, given as logs."""
-        if self.distrust < 0:
-            return logs * np.exp(self.distrust)
-        return logs - self.distrust
+        factor, distrust = self.line
+        return logs * factor - distrust
 
     def observe(self, expected: float, accepted: int) -> None:
         """Tested nodes with these corrected chances in all, and how many were right."""
