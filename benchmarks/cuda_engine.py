@@ -1,4 +1,4 @@
-"""P9 and more: the engine on a GPU: whether it is right, and what it costs.
+"""P9, P10 and more: the engine on a GPU: whether it is right, and what it costs.
 
     python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts equality ...]
 
@@ -7,20 +7,25 @@
   host waits for every step.
 - equality_async: the same with asynchronous scheduling, vLLM's default.
 - equality_graphs: the same with CUDA graphs of verification and drafting, too.
+- equality_offload: the same with part of the target's weights in the host's memory.
 - waits: drafting, verification and what they prepare, with graphs, while torch raises
   where the host waits for the device without being meant to.
 - steps: seconds of a decoding step by nodes per tree and by batch.
+- steps_8b: the same of a target of --shape with random weights, Llama 3 8B's (P9).
+- busy: in which part of the time of such steps the device works (P10), with graphs.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - speed_graphs: the same with CUDA graphs in all three.
 
-Each part is a process of its own that is ended when its time is over; what fails leaves
-its traceback in PART.txt, and the others run. All parts end within --minutes.
+`--parts checks` are the first five, `--parts times` the others. Each part is a process
+of its own that is ended when its time is over; what fails leaves its traceback in
+PART.txt, and the others run. All parts end within --minutes.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import time
 import traceback
@@ -38,6 +43,18 @@ POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 # Engines of one process share the device's memory.
 MEMORY = {"gpu_memory_utilization": 0.25}
+LLAMA_3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+# Steps that the profiler sees.
+PROFILED_STEPS = 20
 # Steps of a batch that do not count: prompts, and what is compiled when first used.
 FIRST_STEPS = 4
 
@@ -46,7 +63,8 @@ def main() -> None:
     """Run the parts one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/cuda_engine"))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    names = [*PARTS, *GROUPS]
+    parser.add_argument("--parts", nargs="+", choices=names, default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--ssm", default=str(POOL))
@@ -56,6 +74,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--dtype", default="bfloat16", help="of steps and speed")
+    parser.add_argument("--shape", type=json.loads, default=LLAMA_3_8B)
     args = parser.parse_args()
     os.environ[CUDA_ENV] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -64,7 +83,8 @@ def main() -> None:
     args.target = args.target or str(assets.smollm2())
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
-    failed = [name for name in args.parts if not _runs(name, args, end)]
+    parts = [part for name in args.parts for part in GROUPS.get(name, [name])]
+    failed = [name for name in parts if not _runs(name, args, end)]
     print("failed: " + ", ".join(failed) if failed else "all parts ran")
     raise SystemExit(bool(failed))
 
@@ -174,22 +194,57 @@ def waits(args: argparse.Namespace) -> str:
 
 
 def steps(args: argparse.Namespace) -> str:
-    """Seconds of a step by nodes per tree (P9), all nodes in every step."""
+    """Seconds of a step by nodes per tree, all nodes in every step."""
+    prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
+    return _steps(args, "steps", args.target, _first_ssm(args.ssm), prompts)
+
+
+def steps_8b(args: argparse.Namespace) -> str:
+    """`steps` of a large target, its weights and the SSM's random (P9)."""
+    target, ssm = args.out / "target", args.out / "ssm"
+    small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    _write_config(target, args.shape)
+    _write_config(
+        ssm, args.shape | small | {"num_attention_heads": 8, "num_key_value_heads": 8}
+    )
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(args.shape["vocab_size"]) for _ in range(100)]
+        for _ in range(max(args.batches))
+    ]
+    engine = {"load_format": "dummy", "skip_tokenizer_init": True}
+    return _steps(args, "steps_8b", str(target), str(ssm), prompts, **engine)
+
+
+def _write_config(folder: Path, shape: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+
+    names = {"architectures": ["LlamaForCausalLM"], "eos_token_id": None}
+    LlamaConfig(**shape, **names, bos_token_id=None).save_pretrained(folder)
+
+
+def _steps(
+    args: argparse.Namespace,
+    out: str,
+    target: str,
+    ssm: str,
+    prompts: list[list[int]],
+    **engine: Any,
+) -> str:
     from vllm import SamplingParams
 
     most = max(args.nodes)
     tree = {"max_depth": min(4, most), "max_width": min(16, most), "min_probability": 0}
     spec = {
         "method": "specinfer",
-        "model": _first_ssm(args.ssm),
+        "model": ssm,
         "scheduler": "static",
         "num_speculative_tokens": most,
         "tree": tree,
     }
-    prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    engine = {"dtype": args.dtype, **MEMORY}
-    llm = start_engine(args.target, longest, max(args.batches), spec, engine)
+    engine = {"dtype": args.dtype, **MEMORY, **engine}
+    llm = start_engine(target, longest, max(args.batches), spec, engine)
     speculator = runner_of(llm).speculator
     propose = speculator.propose
     params = SamplingParams(
@@ -210,7 +265,63 @@ def steps(args: argparse.Namespace) -> str:
                     "milliseconds": 1e3 * _step_seconds(llm, prompts[:batch], params),
                 }
             )
-    return report(args.out, "steps", rows, x="nodes", y="milliseconds", line="batch")
+    return report(args.out, out, rows, x="nodes", y="milliseconds", line="batch")
+
+
+def busy(args: argparse.Namespace) -> str:
+    """The part of a speculative step's time in which the device works (P10).
+
+    Raises:
+        ValueError: There is no device that the profiler sees.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
+    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
+    spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
+    engine = {"dtype": args.dtype, **MEMORY, **GRAPHS}
+    llm = start_engine(args.target, longest, max(args.batches), spec, engine)
+    params = SamplingParams(
+        temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
+    )
+    rows, engine = [], llm.llm_engine
+    for batch in args.batches:
+        for i, ids in enumerate(prompts[:batch]):
+            engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+        for _ in range(FIRST_STEPS):
+            engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(PROFILED_STEPS):
+                engine.step()
+        while engine.has_unfinished_requests():
+            engine.step()
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in profiled.events()
+            if event.device_type == DeviceType.CUDA
+        ]
+        rows.append({"batch": batch, "busy": busy_share(spans)})
+    write_csv(args.out / "busy.csv", rows)
+    return markdown_of(rows)
+
+
+def busy_share(spans: list[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end that spans cover.
+
+    Raises:
+        ValueError: There is no span.
+    """
+    if not spans:
+        raise ValueError("the profiler must see work of a device; got none")
+    spans = sorted(spans)
+    first = until = spans[0][0]
+    covered = 0.0
+    for start, end in spans:
+        covered += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return covered / (until - first)
 
 
 def speed(args: argparse.Namespace, out: str = "speed", **engine: Any) -> str:
@@ -245,17 +356,22 @@ def equality_graphs(args: argparse.Namespace) -> str:
     return equality(args, "equality_graphs", **GRAPHS)
 
 
+def equality_offload(args: argparse.Namespace) -> str:
+    """`equality` with 0.1 GiB of each engine's weights on the host."""
+    return equality(args, "equality_offload", enforce_eager=True, cpu_offload_gb=0.1)
+
+
 def speed_graphs(args: argparse.Namespace) -> str:
     """`speed` with graphs."""
     return speed(args, "speed_graphs", **GRAPHS)
 
 
-PARTS: dict[str, Callable[..., str]] = {
-    part.__name__: part
-    for part in (
-        *(equality, equality_async, equality_graphs, waits),
-        *(steps, speed, speed_graphs),
-    )
+CHECKS = (equality, equality_async, equality_graphs, equality_offload, waits)
+TIMES = (steps, steps_8b, busy, speed, speed_graphs)
+PARTS: dict[str, Callable[..., str]] = {p.__name__: p for p in (*CHECKS, *TIMES)}
+GROUPS = {
+    "checks": [part.__name__ for part in CHECKS],
+    "times": [part.__name__ for part in TIMES],
 }
 
 

@@ -73,6 +73,8 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
+        yield "tree attention, as FlexAttention's", lambda: _check_against(flex)
+        yield "tree attention, as xFormers'", lambda: _check_against(xformers)
         steps.append(tree_attention_cases.large_steps())
     for arguments, options in itertools.chain(*steps):
         query, kv_cache = arguments["query"], arguments["kv_cache"]
@@ -117,6 +119,17 @@ def _check_replay() -> None:
     replay()
     tree_attention_ref(**second, out=expected, chains=True)
     cases.assert_close(out, expected)
+
+
+def _check_against(other: Callable[["Shape"], Callable[[], torch.Tensor]]) -> None:
+    """Against another implementation of it that may be installed."""
+    shape = Shape(nodes=16, context=300, batch=2)
+    ours(shape)()
+    found = other(shape)()
+    if other is flex:
+        found = found.transpose(1, 2)
+    found = found.reshape(shape.out.shape)
+    torch.testing.assert_close(shape.out, found, rtol=2e-2, atol=2e-2)
 
 
 def _check_commit(device: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("equality", "equality_async", "equality_graphs", "waits")
+PARTS = (*(f"equality{way}" for way in ("", "_async", "_graphs", "_offload")), "waits")
 
 
 def run(script: str, *args: str) -> None:
