@@ -19,7 +19,7 @@ class Reader:
         self.head = object.__new__(EagleHead)
         self.head.model = SimpleNamespace()
         self.head._width, self.head._dtype = 1, torch.float32
-        self.head._device = torch.device("cpu")
+        self.head.device = torch.device("cpu")
         self.head._most_kept, self.head._kept = MOST_KEPT, {}
         self.read = {slot: [] for slot in range(4)}
         self.known = dict.fromkeys(range(4), 0)

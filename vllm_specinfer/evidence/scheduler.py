@@ -41,6 +41,8 @@ class RecordedSSM:
     """
 
     max_model_len = _UNLIMITED
+    # Tests of draws are not recorded.
+    draws = False
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
