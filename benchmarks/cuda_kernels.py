@@ -73,8 +73,8 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
-        yield "tree attention, as FlexAttention's", lambda: _check_against(flex)
-        yield "tree attention, as xFormers'", lambda: _check_against(xformers)
+        yield "tree attention, as FlexAttention's", _check_flex
+        yield "xFormers' tree attention behind our interface", _check_xformers
         steps.append(tree_attention_cases.large_steps())
     for arguments, options in itertools.chain(*steps):
         query, kv_cache = arguments["query"], arguments["kv_cache"]
@@ -121,15 +121,23 @@ def _check_replay() -> None:
     cases.assert_close(out, expected)
 
 
-def _check_against(other: Callable[["Shape"], Callable[[], torch.Tensor]]) -> None:
-    """Against another implementation of it that may be installed."""
+def _check_flex() -> None:
+    """FlexAttention as another definition."""
     shape = Shape(nodes=16, context=300, batch=2)
     ours(shape)()
-    found = other(shape)()
-    if other is flex:
-        found = found.transpose(1, 2)
-    found = found.reshape(shape.out.shape)
+    found = flex(shape)().transpose(1, 2).reshape(shape.out.shape)
     torch.testing.assert_close(shape.out, found, rtol=2e-2, atol=2e-2)
+
+
+def _check_xformers() -> None:
+    """xFormers, our kernel and the definition agree."""
+    import xformers_cases
+
+    for arguments, options in xformers_cases.steps():
+        on_gpu = {k: tree_attention_cases.on("cuda", v) for k, v in arguments.items()}
+        found, expected = xformers_cases.run(on_gpu, options)
+        tree_attention_cases.assert_close(found, expected)
+        tree_attention_cases.assert_close(*tree_attention_cases.run(on_gpu, options))
 
 
 def _check_commit(device: str) -> None:

@@ -14,6 +14,7 @@ from vllm_specinfer import options
 from vllm_specinfer.parsing import MAX_MESSAGE, parse_options
 
 NAMES = ("model", "ssms", "num_speculative_tokens", "tree", "verification", "scheduler")
+NAMES += ("tree_attention",)
 INNER = ("max_depth", "max_width", "min_probability", "type", "revision", "max_tokens")
 SCALARS = (
     st.none()
@@ -47,6 +48,7 @@ CONFIGS = st.fixed_dictionaries(
         "num_speculative_tokens": st.integers(-1, 3000) | VALUES,
         "verification": st.sampled_from(options.VERIFICATIONS) | VALUES,
         "scheduler": st.sampled_from(options.SCHEDULERS) | VALUES,
+        "tree_attention": st.sampled_from(options.TREE_ATTENTIONS) | VALUES,
     },
 )
 

@@ -120,6 +120,7 @@ def test_the_users_dictionary_is_left_alone():
         ({"num_speculative_tokens": True}, "must be a positive integer; got True"),
         ({"verification": "best"}, "verification must be one of auto, mss"),
         ({"verification": ["auto"]}, "verification must be one of auto, mss"),
+        ({"tree_attention": "flex"}, "must be one of auto, xformers; got 'flex'"),
         ({"scheduler": {"type": "best"}}, "scheduler.type must be one of auto"),
         ({"scheduler": {"typ": 1}}, "scheduler keys must be among type, file; got"),
         (

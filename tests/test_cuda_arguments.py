@@ -122,6 +122,48 @@ def test_what_stands_in_the_way_is_refused_by_name(on_cuda, create, kwargs, sent
         create(**kwargs)
 
 
+def test_xformers_is_refused_where_it_cannot_run(monkeypatch, on_cuda):
+    assert refusals.tree_attention_reason("auto") is None
+    assert refusals.tree_attention_reason("xformers") is None
+    monkeypatch.setitem(sys.modules, "xformers.ops.tree_attention", None)
+    reason = refusals.tree_attention_reason("xformers")
+    assert "must be auto without a working xformers" in reason
+
+
+def test_xformers_is_refused_on_a_cpu(create, make_llama):
+    from vllm import EngineArgs
+
+    spec = {"method": "specinfer", "model": make_llama("ssm")}
+    args = EngineArgs(
+        model=make_llama("target"),
+        skip_tokenizer_init=True,
+        speculative_config={**spec, "tree_attention": "xformers"},
+    )
+    with pytest.raises(ValueError, match="must be auto on a CPU; got xformers"):
+        create(args)
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [("auto", "CUDATreeAttentionBackend"), ("xformers", "XformersBackend")],
+)
+def test_the_worker_registers_the_chosen_attention(choice, name):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_specinfer.gpu_worker import SpecInferGPUWorker
+
+    options = SimpleNamespace(tree_attention=choice)
+    worker = SpecInferGPUWorker.__new__(SpecInferGPUWorker)
+    worker.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(options=options)
+    )
+    try:
+        worker.register_attention()
+        assert AttentionBackendEnum.CUSTOM.get_class().__name__ == name
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
 def test_a_refusal_leaves_the_arguments_as_they_were(on_cuda, create, make_llama):
     from vllm import EngineArgs
 

@@ -2,6 +2,7 @@
 
 from vllm.utils.platform_utils import is_uva_available
 
+from vllm_specinfer.options import XFORMERS
 from vllm_specinfer.worker import TreeWorker
 
 
@@ -25,9 +26,19 @@ class SpecInferGPUWorker(TreeWorker):
         """Fill CUSTOM, which the front end has chosen (hooks/cuda_arguments.py)."""
         from vllm_specinfer.attention import cuda
 
-        cuda.register()
+        if self._tree_attention == XFORMERS:
+            from vllm_specinfer.attention.xformers import XformersBackend
+
+            cuda.register(XformersBackend)
+        else:
+            cuda.register()
 
     @property
     def attention_summary(self) -> str:
         """The backend, and what it has been tested on."""
-        return "CUSTOM, Triton kernels that have never been run on a GPU"
+        kernels = "xFormers" if self._tree_attention == XFORMERS else "Triton kernels"
+        return f"CUSTOM, {kernels}; never run on a GPU"
+
+    @property
+    def _tree_attention(self) -> str:
+        return self.vllm_config.speculative_config.options.tree_attention

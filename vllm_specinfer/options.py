@@ -21,6 +21,8 @@ VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
 TESTS_DRAWS = ("mss", "rrs")
 AUTO_VERIFICATION = "coupled"  # the most tokens per step of all, see the README
 SCHEDULERS = ("auto", "static", "learned")
+XFORMERS = "xformers"
+TREE_ATTENTIONS = ("auto", XFORMERS)
 EAGLE_TYPES = ("eagle", "eagle3")
 SSM_TYPES = ("ssm", *EAGLE_TYPES)
 
@@ -181,6 +183,7 @@ class SpecInferOptions:
         scheduler: One of `SCHEDULERS`.
         scheduler_file: What "learned" starts from; None for what an engine before has
             learned, else the sources' own chances.
+        tree_attention: One of `TREE_ATTENTIONS`; "auto" for the platform's own kernels.
         batch_schedule: vLLM's num_speculative_tokens_per_batch_size, unchecked: fewer
             nodes than N by requests in the batch; None for N always.
     """
@@ -191,6 +194,7 @@ class SpecInferOptions:
     verification: str = "auto"
     scheduler: str = "auto"
     scheduler_file: str | None = None
+    tree_attention: str = "auto"
     batch_schedule: Any = None
 
     @property

@@ -9,6 +9,7 @@ from vllm_specinfer.options import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     METHOD,
     SCHEDULERS,
+    TREE_ATTENTIONS,
     VERIFICATIONS,
     Source,
     SpecInferOptions,
@@ -37,6 +38,7 @@ KNOWN_KEYS = (
     "num_speculative_tokens_per_batch_size",
     "verification",
     "scheduler",
+    "tree_attention",
 )
 
 # vLLM's own speculative keys that users will try here, with what to do instead.
@@ -120,6 +122,9 @@ def _parse_options(config: Mapping[str, Any]) -> SpecInferOptions:
         ),
         scheduler=scheduler,
         scheduler_file=scheduler_file,
+        tree_attention=_parse_choice(
+            "tree_attention", config.get("tree_attention"), TREE_ATTENTIONS
+        ),
     )
 
 

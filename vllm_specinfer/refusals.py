@@ -56,6 +56,26 @@ def device_reason() -> str | None:
     return None
 
 
+def tree_attention_reason(choice: str) -> str | None:
+    """Why the chosen implementation of tree attention cannot run here, or None."""
+    from vllm.platforms import current_platform
+
+    from vllm_specinfer.options import XFORMERS
+
+    if choice != XFORMERS:
+        return None
+    if current_platform.is_cpu():
+        return f"tree_attention must be auto on a CPU; got {choice}"
+    try:
+        import xformers.ops.tree_attention  # noqa: F401
+    except Exception as error:  # built for another torch, it fails as it likes
+        return (
+            "tree_attention must be auto without a working xformers "
+            f"(pip install 'vllm-specinfer[xformers]'); got {choice}, {error!r}"
+        )
+    return None
+
+
 def replaced_class_reason(name: str, value: Any, ours: str) -> str | None:
     """Why the user's own class stands in the way of ours, or None."""
     if value in (None, "auto", ours):

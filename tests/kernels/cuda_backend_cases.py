@@ -19,12 +19,17 @@ WITH_PREFILL = [*SMALL, Request(5, 70, is_tree=False)]
 NUM_SPECULATIVE_TOKENS = 20
 
 
-def make_builder(kv_cache: torch.Tensor, dtype: torch.dtype, num_heads: int) -> Any:
+def make_builder(
+    kv_cache: torch.Tensor,
+    dtype: torch.dtype,
+    num_heads: int,
+    backend: Any = None,
+) -> Any:
     """A builder for up to 8 requests and 256 rows."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vllm_specinfer.attention.cuda import CUDATreeAttentionMetadataBuilder
+    from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 
     _, num_kv_heads, block_size, width = kv_cache.shape
     config = SimpleNamespace(
@@ -49,7 +54,8 @@ def make_builder(kv_cache: torch.Tensor, dtype: torch.dtype, num_heads: int) -> 
         head_size=width // 2,
         dtype=dtype,
     )
-    return CUDATreeAttentionMetadataBuilder(spec, [], config, torch.device("cpu"))
+    builder = (backend or CUDATreeAttentionBackend).get_builder_cls()
+    return builder(spec, [], config, torch.device("cpu"))
 
 
 def common_metadata(step: dict[str, Any]) -> Any:
@@ -70,12 +76,14 @@ def common_metadata(step: dict[str, Any]) -> Any:
     )
 
 
-def attend(step: dict[str, Any], metadata: Any, **kwargs: Any) -> torch.Tensor:
+def attend(
+    step: dict[str, Any], metadata: Any, backend: Any = None, **kwargs: Any
+) -> torch.Tensor:
     """One layer's output, NaN where nothing was written."""
-    from vllm_specinfer.attention.cuda import CUDATreeAttentionImpl
+    from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 
     query, kv_cache = step["query"].contiguous(), step["kv_cache"]
-    impl = CUDATreeAttentionImpl(
+    impl = (backend or CUDATreeAttentionBackend).get_impl_cls()(
         num_heads=query.shape[1],
         head_size=query.shape[2],
         scale=step["scale"],

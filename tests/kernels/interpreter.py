@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def _mend() -> None:
-    """Let Triton 3.9's interpreter run what it stumbles over."""
+    """Let Triton's interpreter run what it stumbles over."""
     import triton.runtime.interpreter as interpreter
     from vllm.v1.worker.gpu.metrics import logits
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
@@ -50,7 +50,9 @@ def _mend() -> None:
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
-    builder.store = lambda ptr, value, mask: store(ptr, value, mask.astype(np.bool_))
+    builder.store = lambda ptr, value, mask: store(
+        ptr, value, np.asarray(mask).astype(np.bool_)
+    )
     # A bfloat16 is stored as an integer, and dots would multiply those.
     tl, builder_cls = interpreter.tl, interpreter.InterpreterBuilder
     dot = builder_cls.create_dot

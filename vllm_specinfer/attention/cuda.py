@@ -242,6 +242,27 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
                 return output
         num_tokens = attn_metadata.num_actual_tokens
         query = query[:num_tokens]
+        out = output[:num_tokens].view(query.shape)
+        self.attend_trees(layer, query, kv_cache, out, attn_metadata)
+        return output
+
+    def attend_trees(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        metadata: TreeAttentionMetadata,
+    ) -> None:
+        """Attend the tree rows of a step, with `all_rows` all of them.
+
+        Args:
+            layer: The attention layer, with the scales of a quantized cache.
+            query: [T, H, D].
+            kv_cache: [B, Hkv, block_size, 2 * D].
+            out: [T, H, D], written.
+            metadata: With trees.
+        """
         scales = {}
         if self.kv_cache_dtype.startswith("fp8"):
             kv_cache = kv_cache.view(self.fp8_dtype)
@@ -249,21 +270,20 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
         tree_attention(
             query,
             kv_cache,
-            output[:num_tokens].view(query.shape),
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            tree,
+            out,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.tree,
             self.scale,
             self.logits_soft_cap,
             self.sinks,
-            max_query_len=attn_metadata.max_query_len,
-            max_seq_len=attn_metadata.max_seq_len,
+            max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
             window=self.sliding_window[0] + 1,
-            chains=attn_metadata.all_rows,
+            chains=metadata.all_rows,
             **scales,
         )
-        return output
 
 
 class CUDATreeAttentionBackend(TritonAttentionBackend):
@@ -333,14 +353,13 @@ class CUDATreeAttentionBackend(TritonAttentionBackend):
         return False
 
 
-def register() -> None:
+def register(backend: type[TritonAttentionBackend] = CUDATreeAttentionBackend) -> None:
     """Make attention layers able to run trees where the backend is CUSTOM.
 
     That choice is `attention_config.backend`. May be called again.
     """
     register_backend(
-        AttentionBackendEnum.CUSTOM,
-        f"{CUDATreeAttentionBackend.__module__}.{CUDATreeAttentionBackend.__qualname__}",
+        AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"
     )
     # An engine that ran in this process before has left its choice there.
     selector._cached_get_attn_backend.cache_clear()

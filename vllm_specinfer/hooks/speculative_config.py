@@ -76,6 +76,7 @@ def _create(
 
     options = parse_options(_merge_flags(args))
     _check_engine_args(args, target_model_config, target_parallel_config)
+    refusals.refuse(refusals.tree_attention_reason(options.tree_attention))
     config = SpecInferConfig.create(
         options, target_model_config, target_parallel_config
     )
