@@ -1,10 +1,12 @@
 """The worker on a CPU."""
 
+import time
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer.hooks import cpu_linear, cpu_v2
+from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.worker import TreeWorker
 
 
@@ -30,3 +32,24 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         if extension.load():
             return "CPU_ATTN, C++ kernels"
         return "CPU_ATTN, plain torch without C++ kernels"
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Where no engine like this one has learned what steps cost, measure it."""
+        times = super().compile_or_warm_up_model()
+        speculator = self.model_runner.speculator
+        if not speculator.budget.knows_costs:
+            scheduler = self.vllm_config.scheduler_config
+            start_costs.measure(
+                speculator.budget,
+                self._time_pass,
+                scheduler.max_num_seqs * (speculator.num_speculative_steps + 1),
+            )
+        return times
+
+    def _time_pass(self, rows: int) -> tuple[float, float]:
+        """Seconds of the target and of the SSMs for a pass of made-up tokens."""
+        started = time.perf_counter()
+        self.model_runner._dummy_run(rows)
+        seconds = time.perf_counter() - started
+        ssms = self.model_runner.speculator.dummy_seconds
+        return seconds - ssms, ssms

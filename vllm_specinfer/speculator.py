@@ -86,6 +86,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._asked: DraftRequest | None = None
         self._captures = False
         self._finished_at = 0.0
+        # What the SSMs' part of the last made-up pass took.
+        self.dummy_seconds = 0.0
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
         self._memory: BudgetMemory | None = None
@@ -233,11 +235,12 @@ class TreeSpeculator(DraftModelSpeculator):
             [B, N] int64, as if nothing were drafted.
         """
         if dummy_run:
-            n = input_batch.num_tokens
+            n, started = input_batch.num_tokens, time.perf_counter()
             for source in self.sources.ssms:
                 source.ssm.dummy_forward(
                     input_batch.input_ids[:n], input_batch.positions[:n]
                 )
+            self.dummy_seconds = time.perf_counter() - started
         else:
             states = None
             if self._reads_layers:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e import engine
 from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+from vllm_specinfer.scheduling.cost import CostLine
 
 TREES = {
     "chain": {"tree": "1,1,1,1"},
@@ -87,6 +88,17 @@ def test_every_tree_shape_is_token_identical_at_batch_8_and_1(models):
         print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
         check(plain, tree)
         assert tree["accepted"] > tree["drafts"] / 2, name
+
+
+def test_an_engine_starts_with_measured_costs(models):
+    idle = {**job(models, {"scheduler": "auto"}), "prompts": []}
+    (found,) = engine.run([idle])
+    learned = found["learned"]["budget"]
+    for name in ("step", "draft"):
+        line = CostLine()
+        line.recall(learned[name])
+        assert line.num_timings > 5
+        assert 0 < line.seconds(1) <= line.seconds(64) < 1
 
 
 def test_tight_engines_are_token_identical(models):

@@ -75,6 +75,8 @@ class Budget:
 
     # Chances are compared with what gets accepted.
     learns = False
+    # Whatever is to be known of costs is known.
+    knows_costs = True
 
     def grows(self, num_reqs: int) -> bool:
         """Whether this step's R trees may have nodes; asked once per step."""
@@ -104,6 +106,15 @@ class Budget:
             drafted: The SSMs were asked.
         """
         return -np.inf
+
+    def start_from(self, rows: int, target: float, ssms: float) -> None:
+        """Before the first request: passes of so many rows take so many seconds.
+
+        Args:
+            rows: Of the pass.
+            target: Seconds of the target's.
+            ssms: Seconds of the SSMs', one after the other.
+        """
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
@@ -138,6 +149,8 @@ class LoadBudget(Budget):
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
         self._profile, self._draft_size = Average(), Average()
+        # Drafts that were timed; those of other engines count less.
+        self._num_drafts = 0.0
         self._tokens_per_second = 0.0
         self._steps_to_plain = 1
         self._plain_steps = 0
@@ -177,7 +190,7 @@ class LoadBudget(Budget):
         chances = self._profile.value
         if chances is None or not self._step.known:
             return True
-        if self._draft.num_timings < LEAST_DRAFTS:
+        if self._num_drafts < LEAST_DRAFTS:
             return True
         tokens, rate, drafting = 1.0, 0.0, self._draft_seconds(num_reqs)
         rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
@@ -277,6 +290,23 @@ class LoadBudget(Budget):
             self._tokens_per_second = rate
         self._tokens_per_second += (rate - self._tokens_per_second) / RATE_MEMORY
 
+    @property
+    def knows_costs(self) -> bool:
+        """Something was recalled or observed."""
+        return self._step.known
+
+    def start_from(self, rows: int, target: float, ssms: float) -> None:
+        """A pass of a level costs the SSMs as much as the pass that catches up."""
+        self._step.observe(rows, target)
+        for levels in (0, 1):
+            passes = 1 + levels
+            self._draft.observe(passes * rows, passes * ssms, levels)
+        self._know_plain_steps()
+
+    def _know_plain_steps(self) -> None:
+        """The first steps need not go without trees."""
+        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, PLAIN_STEPS
+
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
         self._step.observe(rows, seconds, trees)
@@ -296,6 +326,7 @@ class LoadBudget(Budget):
             return
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
+        self._num_drafts += 1
 
     def learned(self) -> dict[str, Any]:
         """Costs and averages."""
@@ -315,8 +346,9 @@ class LoadBudget(Budget):
         size = None if size is None else finite(size, (2,))
         self._step.recall(learned["step"])
         self._draft.recall(learned["draft"])
+        self._num_drafts = self._draft.num_timings
         self._profile, self._draft_size = Average(profile), Average(size)
-        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, PLAIN_STEPS
+        self._know_plain_steps()
 
 
 class Average:

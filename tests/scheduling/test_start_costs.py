@@ -1,0 +1,83 @@
+"""What is measured before the first request."""
+
+import numpy as np
+import pytest
+
+from vllm_specinfer.scheduling import start_costs
+from vllm_specinfer.scheduling.budget import PLAIN_STEPS, Budget, LoadBudget
+
+
+class Machine:
+    """Passes that take 10 ms and 0.4 ms per row, the SSMs' 1 ms; every fifth pauses."""
+
+    def __init__(self, clock=None, slow: float = 1.0) -> None:
+        self.clock, self.slow, self.runs = clock, slow, []
+
+    def run(self, rows: int) -> tuple[float, float]:
+        self.runs.append(rows)
+        target = self.slow * (10e-3 + 0.4e-3 * rows)
+        if self.clock is not None:
+            self.clock.now += target
+        return target + 0.05 * (len(self.runs) % 5 == 0), 1e-3
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(start_costs, "time", clock)
+    return clock
+
+
+def test_a_budget_starts_with_what_passes_take():
+    budget, machine = LoadBudget(8), Machine()
+    assert not budget.knows_costs and Budget().knows_costs
+    start_costs.measure(budget, machine.run, most_rows=40)
+    assert budget.knows_costs
+    assert machine.runs == [1, 2, 4, 8, 16, 32] * start_costs.ROUNDS
+    for rows in (1, 9, 30):
+        seconds = budget._step.seconds(rows)
+        assert seconds == pytest.approx(10e-3 + 0.4e-3 * rows, rel=0.05)
+    # A draft of three levels is four passes.
+    assert budget._draft.seconds(12, 3) == pytest.approx(4e-3, rel=0.1)
+
+
+def test_no_step_goes_without_nodes_to_learn_what_is_known():
+    budget = LoadBudget(8)
+    start_costs.measure(budget, Machine().run, most_rows=64)
+    assert all(budget.grows(1) for _ in range(PLAIN_STEPS - 1))
+    assert not budget.grows(1)
+
+
+def test_the_first_trees_are_cut_by_what_nodes_cost():
+    scores = np.log([[0.9, 0.5, 0.011, 0.01]])
+    dear, unknown = LoadBudget(4), LoadBudget(4)
+    start_costs.measure(dear, Machine().run, most_rows=64)
+    assert unknown.least_score(scores, drafted=True) == -np.inf
+    assert np.exp(dear.least_score(scores, drafted=True)) == pytest.approx(0.5)
+
+
+def test_drafting_is_judged_by_drafts_alone():
+    budget = LoadBudget(4)
+    start_costs.measure(budget, Machine().run, most_rows=64)
+    budget.least_score(np.log(np.full((1, 4), 1e-3)), drafted=True)
+    for _ in range(8):
+        assert budget.drafts(1)
+        budget.observe_draft(1, 4, 3, 4e-3)
+    assert not budget.drafts(1)
+
+
+def test_a_slow_model_is_not_measured_for_long(clock):
+    budget, machine = LoadBudget(8), Machine(clock, slow=100)
+    start_costs.measure(budget, machine.run, most_rows=64)
+    assert machine.runs == [1, 2, 4]
+    assert budget.knows_costs
+    patient = Machine(clock, slow=10_000)
+    start_costs.measure(LoadBudget(8), patient.run, most_rows=64)
+    assert patient.runs == [1]

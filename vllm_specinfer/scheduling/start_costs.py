@@ -1,0 +1,39 @@
+"""What steps cost, measured before the first request.
+
+A pass of made-up tokens takes what a step of as many rows takes, but for its context.
+The steps themselves correct it from then on (`cost.py`), so a few passes will do.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+from vllm_specinfer.scheduling.budget import Budget
+
+MOST_ROWS = 64
+ROUNDS = 3
+# No new pass begins after so many seconds: a large model needs that long for a few.
+SECONDS = 3.0
+
+
+def measure(
+    budget: Budget, run: Callable[[int], tuple[float, float]], most_rows: int
+) -> None:
+    """Tell the budget what 1, 2, 4, ... rows cost; the medians of up to `ROUNDS`.
+
+    Args:
+        budget: Knows nothing yet.
+        run: Runs a pass of so many rows and returns the seconds of the target and of
+            the SSMs.
+        most_rows: Most rows that a step can have.
+    """
+    sizes = [1 << k for k in range(min(most_rows, MOST_ROWS).bit_length())]
+    timings: dict[int, list[tuple[float, float]]] = {}
+    started = time.perf_counter()
+    for rows in sizes * ROUNDS:
+        if timings and time.perf_counter() - started > SECONDS:
+            break
+        timings.setdefault(rows, []).append(run(rows))
+    for rows, seconds in timings.items():
+        target, ssms = map(statistics.median, zip(*seconds, strict=True))
+        budget.start_from(rows, target, ssms)
