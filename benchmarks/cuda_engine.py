@@ -10,7 +10,7 @@
 - equality_offload: the same with part of the target's weights in the host's memory.
 - waits: drafting, verification and what they prepare, with graphs, while torch raises
   where the host waits for the device without being meant to.
-- steps: seconds of a decoding step by nodes per tree and by batch.
+- steps: milliseconds of a decoding step by nodes per tree and by batch, with graphs.
 - steps_8b: the same of a target of --shape with random weights, Llama 3 8B's (P9).
 - busy: in which part of the time of such steps the device works (P10), with graphs.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
@@ -243,10 +243,12 @@ def _steps(
         "tree": tree,
     }
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    engine = {"dtype": args.dtype, **MEMORY, **engine}
+    graphs = {} if _on_cpu() else GRAPHS
+    engine = {"dtype": args.dtype, **MEMORY, **graphs, **engine}
     llm = start_engine(target, longest, max(args.batches), spec, engine)
     speculator = runner_of(llm).speculator
-    propose = speculator.propose
+    propose, timings = speculator.propose, []
+    speculator.budget.observe_step = lambda _, seconds, __: timings.append(seconds)
     params = SamplingParams(
         temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
     )
@@ -258,11 +260,14 @@ def _steps(
                 return propose(*a, **{**k, "num_speculative_tokens": n})
 
             speculator.propose = limited
+            timings.clear()
+            seconds = _step_seconds(llm, prompts[:batch], params)
             rows.append(
                 {
                     "batch": batch,
                     "nodes": num_nodes,
-                    "milliseconds": 1e3 * _step_seconds(llm, prompts[:batch], params),
+                    "milliseconds": 1e3 * seconds,
+                    "without drafting": 1e3 * statistics.median(timings),
                 }
             )
     return report(args.out, out, rows, x="nodes", y="milliseconds", line="batch")
