@@ -7,7 +7,10 @@ views of the same memory.
 """
 
 import itertools
+import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ ALIGNMENT = 16
 
 
 Arrays = tuple[np.ndarray, ...]
+T = TypeVar("T")
 
 
 def read(*tensors: torch.Tensor) -> Arrays:
@@ -58,6 +62,46 @@ def stage(device: torch.device, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]
     if is_host(device):
         return tuple(torch.from_numpy(array) for array in arrays)
     return _views(async_tensor_h2d(_packed(arrays), device=device), arrays)
+
+
+class Once(Generic[T]):
+    """A result that whoever asks first waits for, on whichever thread."""
+
+    def __init__(self, find: Callable[[], T]) -> None:
+        """`find` is called once, or never."""
+        self._find: Callable[[], T] | None = find
+        self._lock = threading.Lock()
+
+    def __call__(self) -> T:
+        """The result."""
+        with self._lock:
+            if self._find is not None:
+                self._found = self._find()
+                self._find = None  # and what it holds
+            return self._found
+
+
+class Moment:
+    """When the device comes to a place in its work; the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Now, in the device's order."""
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        """The device has come there."""
+        return self._event is None or self._event.query()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Between two moments that are past."""
+        if self._event is None:
+            return self._time - earlier._time
+        return earlier._event.elapsed_time(self._event) / 1000
 
 
 class StagedBuffers:

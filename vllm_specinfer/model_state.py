@@ -7,7 +7,6 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +26,14 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
-from vllm_specinfer.device import is_host, read_later, stage
+from vllm_specinfer.device import Once, is_host, read_later
 from vllm_specinfer.scheduling.step_stats import COMMIT
+from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
+
+# What a request has accepted: its id and slot, the nodes, and how many were scheduled.
+OnVerified = Callable[[str, int, list[int], int], None]
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
@@ -61,7 +64,8 @@ class TreeModelState(DefaultModelState):
         trees: TreeTable,
         start_request: Callable[[int, NewRequestData], None],
         bind_sampler: Callable[[Sampler], None],
-        on_verified: Callable[[str, int, list[int], int], None],
+        verifying: Callable[[], OnVerified],
+        plan_ahead: Callable[[InputBatch], DevicePlan | None],
         on_time: Callable[[str, float], None],
         verification: str,
         draft_layer_names: set[str],
@@ -70,27 +74,29 @@ class TreeModelState(DefaultModelState):
         self._trees = trees
         self._start_request = start_request
         self._bind_sampler = bind_sampler
-        self._on_verified = on_verified
+        self._verifying = verifying
+        self._plan_ahead = plan_ahead
         self._on_time = on_time
         self._verification = verification
         self._draft_layer_names = draft_layer_names
-        self._planned: tuple[InputBatch | None, StepPlan | None] = (None, None)
+        self._planned: tuple[InputBatch | None, StepPlan | DevicePlan | None] = (
+            None,
+            None,
+        )
         # One persistent buffer, so that captured graphs may read it.
         self._positions = torch.zeros(
             self.max_num_tokens, dtype=torch.int64, device=device
         )
         self._captured = False
         self._verifier: TreeSampler | None = None
-        # Walks of the device of which the host has not heard, and the last that it has.
-        # Who sends a step's output may be another thread than who runs the next one.
-        self._unheard: Callable[[], Accepted] | None = None
-        self._heard: Accepted = {}
-        self._hearing = threading.Lock()
+        # What the last walks have accepted. Who sends a step's output may be another
+        # thread than who runs the next one.
+        self.hear: Callable[[], Accepted] = dict
         self._block_tables: BlockTables | None = None
         # Per KV cache group that has layers of the target.
         self._commits: dict[int, CommitPaths | CommitWalks] = {}
 
-    def plan_of(self, input_batch: InputBatch) -> StepPlan | None:
+    def plan_of(self, input_batch: InputBatch) -> StepPlan | DevicePlan | None:
         """The plan made for exactly this batch; dummy batches have none."""
         batch, plan = self._planned
         return plan if batch is input_batch else None
@@ -133,11 +139,11 @@ class TreeModelState(DefaultModelState):
         )
         plan = None
         if input_batch.num_draft_tokens_per_req is not None:
-            plan = self._trees.plan_step(
+            plan = self._plan_ahead(input_batch) or self._trees.plan_step(
                 input_batch.idx_mapping_np,
                 input_batch.num_draft_tokens_per_req,
                 input_batch.query_start_loc_np,
-                # Exact: the worker has waited for the step before.
+                # Exact where trees are the host's: it has waited for the step before.
                 input_batch.num_computed_tokens_np,
             )
         self._planned = (input_batch, plan)
@@ -146,15 +152,7 @@ class TreeModelState(DefaultModelState):
         """vLLM's attention metadata, with the visibility of tree rows."""
         plan = self.plan_of(input_batch)
         if plan is not None:
-            rows = TreeRows(
-                *stage(
-                    self.device,
-                    plan.is_tree,
-                    plan.root_positions.astype(np.int32),
-                    plan.ancestor_bits(input_batch.num_tokens),
-                ),
-                all_tree=plan.all_tree,
-            )
+            rows = plan.tree_rows(self.device, input_batch.num_tokens)
             kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(rows)
         return super().prepare_attn(input_batch, *args, **kwargs)
 
@@ -170,7 +168,7 @@ class TreeModelState(DefaultModelState):
         if plan is None:
             positions.copy_(input_batch.positions)
         else:
-            (planned,) = stage(self.device, plan.positions())
+            planned = plan.positions_on(self.device)
             positions[: len(planned)].copy_(planned, non_blocking=True)
         return {**inputs, "positions": positions}
 
@@ -207,7 +205,7 @@ class TreeModelState(DefaultModelState):
             accepted: Per batch index the accepted rows, from depth 1 down.
         """
         started = time.perf_counter()
-        self._tell(input_batch, accepted)
+        self._tell(input_batch, accepted, self._verifying())
         # Rows rise: the last one is in its place where all are.
         moved = [i for i, path in accepted.items() if path and path[-1] != len(path)]
         if moved:
@@ -228,7 +226,7 @@ class TreeModelState(DefaultModelState):
             count: [R] int32 how many they are.
 
         Returns:
-            `hear`.
+            `hear`: waits for what they have accepted.
         """
         started = time.perf_counter()
         first = input_batch.query_start_loc[: len(path)]
@@ -236,27 +234,23 @@ class TreeModelState(DefaultModelState):
             commit(self._block_tables.slot_mappings[group_id], first, path, count)
         self._on_time(COMMIT, time.perf_counter() - started)
         walks, plan = read_later(path, count), self.plan_of(input_batch)
+        before, on_verified = self.hear, self._verifying()
 
         def told() -> Accepted:
+            before()
             paths, counts = walks()
             accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
-            self._tell(input_batch, accepted)
+            self._tell(input_batch, accepted, on_verified)
             return accepted
 
-        self._unheard = told
+        self.hear = Once(told)
         return self.hear
 
-    def hear(self) -> Accepted:
-        """What the last walks have accepted; waits for the device the first time."""
-        with self._hearing:
-            if self._unheard is not None:
-                self._heard, self._unheard = self._unheard(), None
-            return self._heard
-
-    def _tell(self, input_batch: InputBatch, accepted: Accepted) -> None:
+    def _tell(
+        self, input_batch: InputBatch, accepted: Accepted, on_verified: OnVerified
+    ) -> None:
         num_nodes = input_batch.num_draft_tokens_per_req
         for i, path in accepted.items():
             slot = int(input_batch.idx_mapping_np[i])
             nodes = [row - 1 for row in path]
-            req_id = input_batch.req_ids[i]
-            self._on_verified(req_id, slot, nodes, int(num_nodes[i]))
+            on_verified(input_batch.req_ids[i], slot, nodes, int(num_nodes[i]))

@@ -7,9 +7,8 @@ that no client waits for them.
 
 import functools
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,24 +20,28 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.device import read, stage, token_rows
+from vllm_specinfer.drafting.blocks import BlockIds
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
-from vllm_specinfer.model_state import TreeModelState
+from vllm_specinfer.model_state import OnVerified, TreeModelState
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
+from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import TreeTable
 from vllm_specinfer.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.ahead_steps import AheadSteps
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class DraftRequest:
     num_sampled: torch.Tensor
     states: torch.Tensor | None
     num_nodes: int | None
+    decided: bool
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -74,7 +78,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         super().__init__(vllm_config, device)
         self._req_states = req_states
-        self._sampling: SamplingStates | None = None
+        self._sampler: Sampler | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
         self._tests_draws = self.speculative_config.verification_rule in TESTS_DRAWS
         self.budget = Budget()
@@ -86,6 +90,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._asked: DraftRequest | None = None
         self._captures = False
         self._finished_at = 0.0
+        # Nothing has been launched ahead since then.
+        self._trusts_clock = True
         # What the SSMs' part of the last made-up pass took.
         self.dummy_seconds = 0.0
         # Since the last step a request has started: the engine may have been idle.
@@ -93,8 +99,9 @@ class TreeSpeculator(DraftModelSpeculator):
         self._memory: BudgetMemory | None = None
         # By slot: the accepted nodes of the step that is being verified.
         self._accepted: dict[int, list[int]] = {}
-        # The trees of the last batch by request id; the other requests have none.
+        # The trees of the last batch by request id, where the host has drafted them.
         self.trees: dict[str, TokenTree] = {}
+        self._ahead: AheadSteps | None = None
         # [S] tokens of each slot whose K/V the last step has left.
         self.num_computed = np.zeros(self.max_num_reqs, np.int64)
         # Of the step that is drafted for, and of the one that is verified.
@@ -106,9 +113,32 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def capture(self) -> None:
         """Capture the passes of SSMs and heads; called once the target's are."""
-        if self._captures:
-            for source in self.sources.ssms:
-                source.capture()
+        if not self._captures or not self.sources.ssms:
+            return
+        # Their kernels need Triton.
+        from vllm_specinfer.drafting.ahead import AheadDrafter, can_draft_ahead
+        from vllm_specinfer.drafting.ahead_steps import AheadSteps
+        from vllm_specinfer.drafting.device_trees import Texts
+
+        requests, sources = self._req_states, self.sources
+        texts = Texts(requests.all_token_ids.gpu, requests.total_len.gpu)
+        window = 1 + max(source.tree.max_depth for source in sources.ssms)
+        for source in sources.ssms:
+            source.capture(texts, window)
+        # Decisions that depend on when something is heard are not those of other ranks.
+        alone = self.vllm_config.parallel_config.world_size == 1
+        asynchronous = self.vllm_config.scheduler_config.async_scheduling
+        if alone and asynchronous and can_draft_ahead(sources):
+            slots, nodes = self.max_num_reqs, self.num_speculative_steps
+            self._ahead = AheadSteps(
+                AheadDrafter(sources, nodes, slots, texts, self.device),
+                sources,
+                self.budget,
+                self._sampler,
+                requests.num_computed_tokens.gpu,
+                lambda: token_rows(requests.all_token_ids),
+                self._names,
+            )
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -144,7 +174,8 @@ class TreeSpeculator(DraftModelSpeculator):
             trees=self._trees,
             start_request=self._start_request,
             bind_sampler=self._bind_sampler,
-            on_verified=self._on_verified,
+            verifying=self._on_verifying,
+            plan_ahead=self._plan_ahead,
             on_time=self._on_time,
             verification=self.speculative_config.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
@@ -172,23 +203,50 @@ class TreeSpeculator(DraftModelSpeculator):
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
 
-    def forget_blocks(self, slots: Collection[int]) -> None:
-        """Requests in these slots have given blocks back."""
+    def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
+        """The request in this slot gets blocks, of each KV cache group."""
         for source in self.sources.ssms:
-            for slot in slots:
-                source.ssm.forget_blocks(slot)
+            source.ssm.add_blocks(slot, block_ids)
 
     def _start_request(self, slot: int, request: NewRequestData) -> None:
         self._started = True
-        self.sources.start(slot, request)
+        if self._ahead is None:
+            self.sources.start(slot, request)
+            return
+        with self._ahead.learning:
+            self._ahead.start(slot, request.req_id)
+            self.sources.start(slot, request)
+
+    def _plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
+        return self._ahead and self._ahead.plan(input_batch)
+
+    def _on_verifying(self) -> OnVerified:
+        """Hears what the step that is verified now has accepted, perhaps later."""
+        stats = self._verifying
+        if self._ahead is None:
+            return functools.partial(self._on_verified, stats)
+        ahead, hear = self._ahead, self._ahead.hear
+
+        def on_verified(req_id: str, slot: int, nodes: list[int], rows: int) -> None:
+            hear()
+            with ahead.learning:
+                rows = ahead.num_nodes(slot, rows)
+                self._on_verified(stats, req_id, slot, nodes, rows)
+
+        return on_verified
 
     def _on_verified(
-        self, req_id: str, slot: int, accepted: list[int], num_nodes: int
+        self,
+        stats: WorkerStats,
+        req_id: str,
+        slot: int,
+        accepted: list[int],
+        num_nodes: int,
     ) -> None:
         self._accepted[slot] = accepted
         found = self.sources.observe(slot, accepted)
-        self._verifying.accepted[req_id] = [self._names[q] for q in found]
-        self._verifying.num_nodes[req_id] = num_nodes
+        stats.accepted[req_id] = [self._names[q] for q in found]
+        stats.num_nodes[req_id] = num_nodes
 
     def _on_time(self, phase: str, seconds: float) -> None:
         self._verifying.seconds[phase] += seconds
@@ -199,7 +257,7 @@ class TreeSpeculator(DraftModelSpeculator):
         return self._verifying
 
     def _bind_sampler(self, sampler: Sampler) -> None:
-        self._sampling = sampler.sampling_states
+        self._sampler = sampler
 
     def propose(
         self,
@@ -242,13 +300,21 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             self.dummy_seconds = time.perf_counter() - started
         else:
+            decided = False
+            if self._ahead is not None and self._ahead.takes(input_batch):
+                found = self._draft_ahead(
+                    input_batch, num_sampled, num_speculative_tokens
+                )
+                if found is not None:
+                    return found
+                decided = True
             states = None
             if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)
             elif self._reads_states:
                 states = last_hidden_states
             self._asked = DraftRequest(
-                input_batch, num_sampled, states, num_speculative_tokens
+                input_batch, num_sampled, states, num_speculative_tokens, decided
             )
         shape = (input_batch.num_reqs, self.num_speculative_steps)
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -257,6 +323,31 @@ class TreeSpeculator(DraftModelSpeculator):
     def is_asked(self) -> bool:
         """`draft` has something to do."""
         return self._asked is not None
+
+    def _draft_ahead(
+        self, input_batch: InputBatch, num_sampled: torch.Tensor, most: int | None
+    ) -> torch.Tensor | None:
+        """As `AheadSteps.draft`."""
+        started = time.perf_counter()
+        most = self.num_speculative_steps if most is None else most
+        found = self._ahead.draft(input_batch, num_sampled, most, self._drafting)
+        if found is not None:
+            self.trees, self._trusts_clock = {}, False
+            self._drafting.seconds[DRAFT] += time.perf_counter() - started
+        return found
+
+    @property
+    def num_nodes(self) -> dict[str, int]:
+        """Rows that the trees of the last batch have below their roots, by request id;
+        the other requests have none."""
+        if self._ahead is not None and self._ahead.sizes is not None:
+            return self._ahead.sizes
+        return {req_id: len(tree.parents) for req_id, tree in self.trees.items()}
+
+    @property
+    def knows_texts(self) -> bool:
+        """`num_computed` is of the last step."""
+        return self._ahead is None or self._ahead.sizes is None
 
     @torch.inference_mode()
     def draft(self) -> tuple[InputBatch, torch.Tensor]:
@@ -267,6 +358,9 @@ class TreeSpeculator(DraftModelSpeculator):
             were asked for.
         """
         asked, self._asked = self._asked, None
+        if self._ahead is not None:
+            self._ahead.hear()
+            self._ahead.stop()
         started = time.perf_counter()
         input_batch = asked.input_batch
         drafts = np.zeros((input_batch.num_reqs, self.num_speculative_steps), np.int64)
@@ -279,7 +373,9 @@ class TreeSpeculator(DraftModelSpeculator):
             if self._memory is not None:
                 self._memory.note_step()
         self._trees.drop(step.slots)
-        trees, draws, counts, reasons = self.sources.propose(step, asked.num_nodes)
+        trees, draws, counts, reasons = self.sources.propose(
+            step, asked.num_nodes, asked.decided
+        )
         # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
         drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
@@ -315,6 +411,7 @@ class TreeSpeculator(DraftModelSpeculator):
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
         (growing,) = (sampled > 0).nonzero()
+        known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
         state_starts = None
         if states is not None:
@@ -327,9 +424,12 @@ class TreeSpeculator(DraftModelSpeculator):
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
-            roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
+            roots=root_rows(
+                self._sampler.sampling_states, slots[growing], num_tokens[growing] - 1
+            ),
             all_token_ids=token_rows(requests.all_token_ids),
-            decodes_only=not started
+            decodes_only=known
+            and not started
             and len(growing) == len(slots)
             and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
             tests_draws=self._tests_draws,

@@ -108,7 +108,10 @@ class TreeWorker(Worker):
         slots = self.model_runner.req_states.req_id_to_index
         if kept := getattr(scheduler_output, "kept_blocks", None):
             blocks.shorten(tables, slots, kept)
-            self.model_runner.speculator.forget_blocks([slots[r] for r in kept])
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if new is not None:
+                self.model_runner.speculator.add_blocks(slots[req_id], new)
         output = super().execute_model(scheduler_output)
         expected = getattr(scheduler_output, "block_ids", {})
         invariants.check_tables(tables, slots, expected)
@@ -147,14 +150,15 @@ class TreeWorker(Worker):
         """A step that was scheduled before its trees were drafted.
 
         The scheduler has taken all nodes of the step before for accepted, and given
-        every request rows for N more.
+        every request rows for N more. Where the host has not heard of that step, it
+        goes on with these numbers, as vLLM does.
         """
         speculator = self.model_runner.speculator
         slots = self.model_runner.req_states.req_id_to_index
         rows, drafts = dict(output.num_scheduled_tokens), {}
+        num_nodes = speculator.num_nodes
         for req_id, placeholders in output.scheduled_spec_decode_tokens.items():
-            tree = speculator.trees.get(req_id)
-            kept = placeholders[: 0 if tree is None else len(tree.parents)]
+            kept = placeholders[: num_nodes.get(req_id, 0)]
             rows[req_id] -= len(placeholders) - len(kept)
             if kept:
                 drafts[req_id] = kept
@@ -162,11 +166,12 @@ class TreeWorker(Worker):
         known.num_scheduled_tokens = rows
         known.total_num_scheduled_tokens = sum(rows.values())
         known.scheduled_spec_decode_tokens = drafts
-        known.scheduled_cached_reqs = copy.copy(output.scheduled_cached_reqs)
-        known.scheduled_cached_reqs.num_computed_tokens = [
-            int(speculator.num_computed[slots[req_id]])
-            for req_id in output.scheduled_cached_reqs.req_ids
-        ]
+        if speculator.knows_texts:
+            known.scheduled_cached_reqs = copy.copy(output.scheduled_cached_reqs)
+            known.scheduled_cached_reqs.num_computed_tokens = [
+                int(speculator.num_computed[slots[req_id]])
+                for req_id in output.scheduled_cached_reqs.req_ids
+            ]
         return known
 
     def _draft(self) -> None:

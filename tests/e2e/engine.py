@@ -212,12 +212,14 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
 
         return mock.patch.object(SpecInferScheduler, "update_draft_token_ids", cut)
 
+    @contextlib.contextmanager
     def rows_without_their_path():
-        return mock.patch.multiple(
-            sampler.TreeSampler,
-            _look_back=lambda self, slots: np.zeros(len(slots), bool),
-            _only_draws=lambda self, slots: False,
-        )
+        nobody = lambda _, slots: np.zeros(len(slots), bool)  # noqa: E731
+        with (
+            mock.patch.object(sampler, "looks_back", nobody),
+            mock.patch.object(sampler.TreeSampler, "_only_draws", lambda *_: False),
+        ):
+            yield
 
     def drafts_take_a_second():
         def slow(self):

@@ -80,35 +80,32 @@ def graphs_replayed() -> Iterator[list[str]]:
 
 
 @contextmanager
-def counted(counter: Callable[[], int]) -> Iterator[list[int]]:
-    """What a counter says at the end of each step."""
-    from vllm_specinfer.speculator import TreeSpeculator
+def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
+    """By how much a counter rises while steps are launched and verified.
 
-    draft, found = TreeSpeculator.draft, []
-
-    def drafted(self: TreeSpeculator) -> Any:
-        result = draft(self)
-        found.append(counter())
-        return result
-
-    with mock.patch.object(TreeSpeculator, "draft", drafted):
-        yield found
-
-
-@contextmanager
-def counted_in_verification(counter: Callable[[], int]) -> Iterator[list[int]]:
-    """By how much a counter rises while a step is verified."""
+    A step is `ahead` where the host does not know the trees that it verifies.
+    """
     from vllm_specinfer.worker import TreeWorker
 
-    sample_tokens, found = TreeWorker.sample_tokens, []
+    execute, sample, found = TreeWorker.execute_model, TreeWorker.sample_tokens, []
+
+    def executed(self: TreeWorker, *args: Any) -> Any:
+        before = counter()
+        output = execute(self, *args)
+        sizes = getattr(self.model_runner.speculator._ahead, "sizes", None)
+        found.append({"ahead": bool(sizes), "launch": counter() - before})
+        return output
 
     def sampled(self: TreeWorker, *args: Any) -> Any:
         before = counter()
-        output = sample_tokens(self, *args)
-        found.append(counter() - before)
+        output = sample(self, *args)
+        found[-1]["verify"] = counter() - before
         return output
 
-    with mock.patch.object(TreeWorker, "sample_tokens", sampled):
+    with (
+        mock.patch.object(TreeWorker, "execute_model", executed),
+        mock.patch.object(TreeWorker, "sample_tokens", sampled),
+    ):
         yield found
 
 

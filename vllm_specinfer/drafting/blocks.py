@@ -1,18 +1,26 @@
 """The blocks of all request slots, as the host knows them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specinfer.device import is_host, read, stage
+from vllm_specinfer.device import stage
+
+# Of each KV cache group.
+BlockIds = Sequence[Sequence[int]]
 
 
 class HostBlocks:
     """One KV cache group's rows of vLLM's block table on the host.
 
-    A slot's row only grows until another request starts in it or its own gives blocks
-    back, and vLLM counts its blocks on the host: so the device is read where a count
-    has changed.
+    The scheduler tells the worker of new blocks, which writes them to the device: the
+    same ids are written here, so that nobody has to read the device.
+
+    Attributes:
+        on_device: [S, max_blocks] vLLM's table.
+        table: [S, max_blocks] int32, valid for as many blocks as a slot holds.
     """
 
     def __init__(self, block_tables: BlockTables, group_id: int) -> None:
@@ -23,33 +31,25 @@ class HostBlocks:
             group_id: Which group.
         """
         self.on_device = block_tables.block_tables[group_id].gpu
-        self._counts = block_tables.num_blocks.np[group_id]
-        # [S, max_blocks] int32; on a CPU the device's own.
         self.table = np.zeros(self.on_device.shape, np.int32)
-        self._known = np.zeros(len(self.table), np.int32)
-        self._is_copy = not is_host(self.on_device.device)
-        if not self._is_copy:
-            (self.table,) = read(self.on_device)
+        self._group_id = group_id
+        self._counts = block_tables.num_blocks.np[group_id]
 
-    def forget(self, slot: int) -> None:
-        """A request starts in a slot, or has given blocks back."""
-        self._known[slot] = 0
+    def start(self, slot: int, block_ids: BlockIds) -> None:
+        """A request with these blocks starts in a slot."""
+        self._write(slot, 0, block_ids)
+
+    def append(self, slot: int, block_ids: BlockIds) -> None:
+        """A slot's request gets blocks; vLLM's table does not have them yet."""
+        self._write(slot, self._counts[slot], block_ids)
+
+    def _write(self, slot: int, first: int, block_ids: BlockIds) -> None:
+        own = block_ids[self._group_id]
+        self.table[slot, first : first + len(own)] = own
 
     def held(self, slots: np.ndarray) -> np.ndarray:
         """[R] blocks that these slots' requests own."""
         return self._counts[slots]
-
-    def update(self, slots: np.ndarray) -> None:
-        """Bring the rows of these slots [R] up to date."""
-        if not self._is_copy:
-            return
-        slots = slots[self._known[slots] != self._counts[slots]]
-        if not len(slots):
-            return
-        most = self._counts[slots].max()
-        (rows,) = read(self.rows(slots)[:, :most])
-        self.table[slots, :most] = rows
-        self._known[slots] = self._counts[slots]
 
     def rows(self, slots: np.ndarray) -> torch.Tensor:
         """[R, max_blocks] rows of these slots, on the device."""

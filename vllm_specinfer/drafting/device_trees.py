@@ -1,11 +1,12 @@
 """Trees of an SSM that grow on the device in CUDA graphs: one launch per level.
 
-The host fills the inputs, launches as many levels as usually pay, and waits once, for
-the candidates of all of them. Growing on the host (`NeuralSource`) it waits for each
-level. Not yet run on a GPU.
+The host fills the inputs and launches as many levels as usually pay. Then it either
+waits once, for the candidates of all of them (`grow`), or goes on without them
+(`follow`): even how long the texts are it does not need to know. Growing on the host
+(`NeuralSource`) it waits for each level. Not yet run on a GPU.
 
-Dimension legend: R requests, F nodes of a level per request, L levels below the root,
-C candidates per request.
+Dimension legend: S request slots, R requests, F nodes of a level per request, L levels
+below the root, C candidates per request, T rows of a request that catch up.
 """
 
 from collections.abc import Callable
@@ -28,17 +29,26 @@ from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.tree.candidates import Candidates
 
 
+class Texts(NamedTuple):
+    """The texts of all slots, on the device.
+
+    Attributes:
+        tokens: [S, max_model_len] int32.
+        lengths: [S] int32.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
 class TreeInputs(NamedTuple):
     """What the host knows of R requests before their trees grow.
 
     Attributes:
         slots: [R] int64 request slots.
         grows: [R] bool; the others are padding.
-        context: [R] int64 rows of the SSM's K/V.
-        capacity: [R] int64 scratch slots available.
-        max_depth: [R] int64 deepest node whose K/V may be written.
+        limits: [R] int64 rows that the SSM's K/V has slots for.
         seeds: [R] int64.
-        roots: [R] int64 positions of the roots.
         temperatures: [R] float32.
         top_k: [R] int64.
         top_p: [R] float32.
@@ -48,11 +58,8 @@ class TreeInputs(NamedTuple):
 
     slots: np.ndarray
     grows: np.ndarray
-    context: np.ndarray
-    capacity: np.ndarray
-    max_depth: np.ndarray
+    limits: np.ndarray
     seeds: np.ndarray
-    roots: np.ndarray
     temperatures: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -62,7 +69,7 @@ class TreeInputs(NamedTuple):
     @classmethod
     def padding(cls, num_reqs: int) -> "TreeInputs":
         """Requests that do not grow."""
-        types = [np.int64, bool, *[np.int64] * 5, np.float32, np.int64]
+        types = [np.int64, bool, np.int64, np.int64, np.float32, np.int64]
         types += [np.float32, np.float32]
         arrays = [np.zeros(num_reqs, kind) for kind in types]
         return cls(*arrays, np.zeros(2, np.float32))
@@ -79,7 +86,13 @@ class DeviceTrees:
     """Graphs for 1, 2, 4, ... requests, each for greedy ones and for any."""
 
     def __init__(
-        self, ssm: NeuralSSM, tree: Tree, num_nodes: int, num_candidates: int
+        self,
+        ssm: NeuralSSM,
+        tree: Tree,
+        num_nodes: int,
+        num_candidates: int,
+        texts: Texts,
+        window: int,
     ) -> None:
         """Capture everything; the SSM's own passes must have been captured.
 
@@ -88,20 +101,31 @@ class DeviceTrees:
             tree: The shape of its trees.
             num_nodes: Nodes to keep per tree.
             num_candidates: So many of the likeliest tokens a draw is made from.
+            texts: Of all slots.
+            window: Most tokens that a step adds to a text (T).
         """
         self._ssm = ssm
         self._num_nodes = num_nodes
+        self._window = window
         captured = [
             (
                 size,
-                [_Graphs(ssm, tree, num_nodes, size, m) for m in (1, num_candidates)],
+                [
+                    TreeGraphs(ssm, tree, num_nodes, size, m, texts, window)
+                    for m in (1, num_candidates)
+                ],
             )
             for size in graph_sizes(ssm.max_num_reqs)
         ]
         # By the most requests, ascending: for greedy ones, for any.
         self._graphs = captured[::-1]
         growth = captured[0][1][0].growth
-        self._levels = Levels(growth.sizes[1:], growth.ends)
+        self.levels = Levels(growth.sizes[1:], growth.ends)
+
+    def of(self, num_reqs: int, draws: bool) -> "TreeGraphs":
+        """The graphs for so many requests, some of which draw."""
+        of_size = next(graphs for size, graphs in self._graphs if size >= num_reqs)
+        return of_size[int(draws)]
 
     def grow(
         self,
@@ -125,45 +149,84 @@ class DeviceTrees:
         Returns:
             Waits for the candidates.
         """
-        ssm, num_reqs = self._ssm, len(slots)
-        inputs = TreeInputs(
+        graphs = self.of(len(slots), roots.temperatures.any())
+        graphs.fill(self._inputs(slots, roots, correction))
+        graphs.start_at(hidden)
+        num_levels = self._run(graphs, worth, len(slots))
+        num_rows = graphs.num_rows(num_levels)
+        self._ssm.overwrite_scratch(slots, num_tokens, num_rows)
+        wait = graphs.candidates(len(slots), num_levels)
+
+        def found() -> Candidates:
+            candidates = Candidates(*wait())
+            self.levels.observe(candidates.scores)
+            return candidates.cut(self._num_nodes)
+
+        return found
+
+    def follows(self, slots: np.ndarray) -> bool:
+        """`follow` may be asked for these requests."""
+        return self._ssm.follows(slots, self._window)
+
+    def follow(
+        self,
+        slots: np.ndarray,
+        num_new: torch.Tensor,
+        roots: DraftRows,
+        correction: tuple[float, float],
+        worth: Worth,
+    ) -> int:
+        """Launch the catch-up with R requests and the growth of their trees.
+
+        The SSM has read all but the tokens of the last step.
+
+        Args:
+            slots: [R] request slots.
+            num_new: [R] tokens of the last step, on the device.
+            roots: The requests' parameters; their positions do not matter.
+            correction: `Calibration.line`.
+            worth: Of expanding nodes.
+
+        Returns:
+            How many levels are launched.
+        """
+        graphs = self.of(len(slots), roots.temperatures.any())
+        graphs.fill(self._inputs(slots, roots, correction))
+        self._ssm.overwrite_unknown(slots)
+        graphs.catch_up(num_new)
+        self._ssm.num_rows += graphs.num_reqs * self._window
+        return self._run(graphs, worth, len(slots))
+
+    def _inputs(
+        self, slots: np.ndarray, roots: DraftRows, correction: tuple[float, float]
+    ) -> TreeInputs:
+        return TreeInputs(
             slots=slots,
-            grows=np.ones(num_reqs, bool),
-            context=num_tokens - ssm.lookahead,
-            capacity=ssm.capacity(slots, num_tokens),
-            max_depth=ssm.max_model_len - num_tokens,
+            grows=np.ones(len(slots), bool),
+            limits=self._ssm.limits(slots),
             seeds=roots.seeds,
-            roots=roots.roots,
             temperatures=roots.temperatures,
             top_k=roots.top_k,
             top_p=roots.top_p,
             min_p=roots.min_p,
             correction=np.array(correction),
         )
-        of_size = next(graphs for size, graphs in self._graphs if size >= num_reqs)
-        graphs = of_size[int(roots.temperatures.any())]
-        num_levels = self._levels.worth(worth, num_reqs, graphs.num_reqs)
-        num_rows = sum(graphs.growth.sizes[1 : num_levels + 1])
-        ssm.overwrite_scratch(slots, num_tokens, num_rows)
-        graphs.run(inputs, hidden, num_levels)
-        ssm.num_rows += graphs.num_reqs * num_rows
-        ssm.num_levels += num_levels
-        wait = graphs.candidates(num_reqs, num_levels)
 
-        def found() -> Candidates:
-            candidates = Candidates(*wait())
-            self._levels.observe(candidates.scores)
-            return candidates.cut(self._num_nodes)
-
-        return found
+    def _run(self, graphs: "TreeGraphs", worth: Worth, num_reqs: int) -> int:
+        num_levels = self.levels.worth(worth, num_reqs, graphs.num_reqs)
+        graphs.run(num_levels)
+        self._ssm.num_rows += graphs.num_reqs * graphs.num_rows(num_levels)
+        self._ssm.num_levels += num_levels
+        return num_levels
 
 
-class _Graphs:
+class TreeGraphs:
     """The captured levels of so many requests.
 
     Attributes:
         num_reqs: How many.
         growth: Of their trees.
+        inputs: On the device.
     """
 
     def __init__(
@@ -173,17 +236,24 @@ class _Graphs:
         num_nodes: int,
         num_reqs: int,
         num_candidates: int,
+        texts: Texts,
+        window: int,
     ) -> None:
+        """As `DeviceTrees`, for so many requests and candidates."""
         device = ssm.device
         self._ssm = ssm
         self.num_reqs = num_reqs
         self._num_candidates = num_candidates
+        self._texts = texts
         self.growth = DeviceGrowth(tree, num_nodes, num_reqs, device)
         sizes = self.growth.sizes
         padding = TreeInputs.padding(num_reqs)
         self._buffers = StagedBuffers(device, *padding)
-        self._inputs = TreeInputs(*self._buffers.tensors)
+        self.inputs = TreeInputs(*self._buffers.tensors)
         self._requests = torch.arange(num_reqs, device=device)[:, None]
+        # [R] rows of the SSM's K/V and positions of the roots; what roots read.
+        self._context = torch.zeros(num_reqs, dtype=torch.int64, device=device)
+        self._roots = torch.zeros_like(self._context)
         self._hidden = ssm.no_hidden(num_reqs)
         # By depth what a head's next level reads of the nodes; None for an SSM.
         self._own = [ssm.no_states(num_reqs * size) for size in sizes]
@@ -197,13 +267,42 @@ class _Graphs:
         for depth in range(1, len(sizes)):
             launches.append(lambda depth=depth: self._expand(depth))
         self._replays = [ssm.captured(launch)[1] for launch in launches]
+        self._catch_up_replay: Callable[[], None] | None = None
+        if self._own[0] is None:
+            # [R] tokens that the requests' last step has brought.
+            self._num_new = torch.zeros_like(self._context)
+            self._window = torch.arange(window, device=device)
+            shape = GraphShape(num_reqs, window, 1)
+            rows = PassRows.level(shape)._replace(is_tree=np.zeros(num_reqs, bool))
+            self._catch_up_pass = ssm.static_pass(shape, rows)
+            self._catch_up_replay = ssm.captured(self._catch_up)[1]
 
-    def run(self, inputs: TreeInputs, hidden: torch.Tensor, num_levels: int) -> None:
-        """Launch the children of the roots [R, hidden] and so many levels."""
+    @property
+    def can_catch_up(self) -> bool:
+        """A head reads states of the target, which no graph has."""
+        return self._catch_up_replay is not None
+
+    def num_rows(self, num_levels: int) -> int:
+        """Rows of a request in so many levels."""
+        return sum(self.growth.sizes[1 : num_levels + 1])
+
+    def fill(self, inputs: TreeInputs) -> None:
+        """Say whose trees grow next."""
         self._buffers.fill(*inputs.padded(self.num_reqs))
+
+    def start_at(self, hidden: torch.Tensor) -> None:
+        """The roots' hidden states [R, hidden] are known."""
         self._hidden[: len(hidden)].copy_(hidden)
         if self._own[0] is not None:
             self._own[0][: len(hidden)].copy_(self._ssm.own_states)
+
+    def catch_up(self, num_new: torch.Tensor) -> None:
+        """Launch the pass over the tokens of the last step, [R] of each request."""
+        self._num_new[: len(num_new)].copy_(num_new)
+        self._catch_up_replay()
+
+    def run(self, num_levels: int) -> None:
+        """Launch the children of the roots and so many levels."""
         for replay in self._replays[: num_levels + 1]:
             replay()
 
@@ -217,16 +316,40 @@ class _Graphs:
             growth.tokens[found], growth.parents[found], growth.scores[found]
         )
 
+    def _catch_up(self) -> tuple:
+        """Run the last rows of each text; only new ones write K/V."""
+        inputs, ssm = self.inputs, self._ssm
+        rows, num_rows = self._catch_up_pass.rows, len(self._window)
+        end = self._texts.lengths[inputs.slots].long()[:, None]
+        back = num_rows - self._window
+        positions = (end - back).clamp_min(0)
+        new = inputs.grows[:, None] & (back <= self._num_new[:, None])
+        kv_slots = ssm.kv_slots_on_device(inputs.slots, positions)
+        rows.slots.copy_(inputs.slots)
+        rows.seq_lens.copy_(end[:, 0].clamp_min(num_rows))
+        rows.tokens.copy_(
+            self._texts.tokens[inputs.slots[:, None], positions].flatten()
+        )
+        rows.positions.copy_(positions.flatten())
+        rows.kv_slots.copy_(torch.where(new, kv_slots, PAD_SLOT_ID).flatten())
+        hidden, *_ = self._catch_up_pass.launch()
+        self._hidden.copy_(hidden.view(self.num_reqs, num_rows, -1)[:, -1])
+        return ()
+
     def _start(self) -> tuple:
-        self.growth.start(self._inputs.grows)
+        inputs = self.inputs
+        lengths = self._texts.lengths[inputs.slots]
+        self._context.copy_(lengths - self._ssm.lookahead)
+        self._roots.copy_(lengths - 1)
+        self.growth.start(inputs.grows)
         return self._extend(0, self._hidden)
 
     def _extend(self, depth: int, hidden: torch.Tensor) -> tuple:
         """Children of the nodes at a depth, given their hidden states [R * F, H]."""
-        inputs, k = self._inputs, self.growth.num_children[depth]
+        inputs, k = self.inputs, self.growth.num_children[depth]
         scores, children = coupled_children(
             *self._ssm.likeliest_on_device(hidden, max(k, self._num_candidates)),
-            *(inputs.seeds, inputs.roots, inputs.temperatures),
+            *(inputs.seeds, self._roots, inputs.temperatures),
             *(inputs.top_k, inputs.top_p, inputs.min_p),
             depth=depth,
             k=k,
@@ -237,21 +360,24 @@ class _Graphs:
 
     def _expand(self, depth: int) -> tuple:
         """Run the nodes of a depth that are expanded, and add their children."""
-        inputs, ssm, sizes = self._inputs, self._ssm, self.growth.sizes
-        level = self.growth.advance(depth, inputs.capacity, inputs.max_depth)
-        run, context = self._passes[sizes[depth]], inputs.context[:, None]
+        inputs, ssm, sizes = self.inputs, self._ssm, self.growth.sizes
+        context = self._context[:, None]
+        level = self.growth.advance(
+            depth, inputs.limits - self._context, ssm.max_model_len - 1 - self._roots
+        )
+        run = self._passes[sizes[depth]]
         tokens = self.growth.tokens.gather(1, level.columns)
         flat = context + level.scratch.clamp_min(0)
         kv_slots = ssm.kv_slots_on_device(inputs.slots, flat)
         rows = run.rows
         rows.slots.copy_(inputs.slots)
-        rows.seq_lens.copy_(inputs.context + level.used)
+        rows.seq_lens.copy_(self._context + level.used)
         rows.tokens.copy_(torch.where(level.is_node, tokens, 0).flatten())
         # A node's position id is its depth, not its scratch slot.
         positions = (context - 1 + depth).clamp_max(ssm.max_model_len - 1)
         rows.positions.view(level.columns.shape).copy_(positions.expand_as(tokens))
         rows.kv_slots.copy_(torch.where(level.is_node, kv_slots, PAD_SLOT_ID).flatten())
-        rows.context_lens.copy_(inputs.context)
+        rows.context_lens.copy_(self._context)
         rows.ancestor_bits.copy_(level.bits.flatten(0, 1))
         if run.states is not None:
             above = self._requests * sizes[depth - 1] + level.parents

@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser
+from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser, DraftRows
 from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -26,7 +26,7 @@ from vllm_specinfer.scheduling.predictor import (
 )
 
 if TYPE_CHECKING:
-    from vllm_specinfer.drafting.device_trees import DeviceTrees
+    from vllm_specinfer.drafting.device_trees import DeviceTrees, Texts
 
 
 class NeuralSource:
@@ -57,28 +57,33 @@ class NeuralSource:
         self._steps = steps or TreeSteps()
         self.ssm = ssm
         self.chooser = chooser
-        self._tree = tree
-        self._num_nodes = num_nodes
+        self.tree = tree
+        self.num_nodes = num_nodes
         self._budget = budget
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
-        self._on_device: DeviceTrees | None = None
+        self.on_device: DeviceTrees | None = None
 
     @property
     def work(self) -> tuple[int, int]:
         """Rows of forward passes so far, and passes over levels of trees."""
         return self.ssm.num_rows, self.ssm.num_levels
 
-    def capture(self) -> None:
-        """Capture graphs of what decoding runs: levels, and paths of that depth."""
+    def capture(self, texts: "Texts", window: int) -> None:
+        """Capture graphs of what decoding runs: levels, and paths of that depth.
+
+        Args:
+            texts: Of all slots.
+            window: Most tokens that a step adds to a text.
+        """
         # Its kernels need Triton.
         from vllm_specinfer.drafting.device_trees import DeviceTrees
 
-        sizes = level_sizes(self._tree, self._num_nodes)
-        rows = max((self._tree.max_depth + 1, *sizes))
-        self.ssm.capture(rows, level_words(self._tree, self._num_nodes))
-        self._on_device = DeviceTrees(
-            self.ssm, self._tree, self._num_nodes, NUM_CANDIDATES
+        words = level_words(self.tree, self.num_nodes)
+        sizes = level_sizes(self.tree, self.num_nodes)
+        self.ssm.capture(max(window, *sizes), words)
+        self.on_device = DeviceTrees(
+            self.ssm, self.tree, self.num_nodes, NUM_CANDIDATES, texts, window
         )
 
     def num_unread(self, step: DraftStep) -> int:
@@ -97,7 +102,7 @@ class NeuralSource:
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> list[list[AttentionGroup]]:
         """As `NeuralSSM.bind`."""
-        self._on_device = None
+        self.on_device = None
         return self.ssm.bind(kv_cache_config, block_tables)
 
     def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:
@@ -115,11 +120,11 @@ class NeuralSource:
         """
         hidden = self.ssm.catch_up(step)
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
-        draws = self.chooser.draws and step.roots.temperatures.any()
-        if self._on_device is None or self.predictor or draws or not len(slots):
+        draws = self.draws(step.roots.temperatures)
+        if self.on_device is None or self.predictor or draws or not len(slots):
             proposal = self._grown(hidden, step, least)
             return lambda: proposal
-        found = self._on_device.grow(
+        found = self.on_device.grow(
             hidden,
             slots,
             num_tokens,
@@ -129,14 +134,25 @@ class NeuralSource:
         )
         return lambda: Proposal(found(), [{} for _ in slots])
 
+    def follow(self, slots: np.ndarray, num_new: torch.Tensor, roots: DraftRows) -> int:
+        """As `begin` where nobody waits; see `DeviceTrees.follow`."""
+        worth = self._budget.worth()
+        return self.on_device.follow(
+            slots, num_new, roots, self.calibration.line, worth
+        )
+
+    def draws(self, temperatures: np.ndarray) -> bool:
+        """Whether children of these requests are drawn, and tests want to know how."""
+        return self.chooser.draws and bool(temperatures.any())
+
     def _grown(
         self, hidden: torch.Tensor, step: DraftStep, least: np.ndarray
     ) -> Proposal:
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
         grow = self._steps.grow if self.predictor is None else TreeGrowth
         growth = grow(
-            self._tree,
-            self._num_nodes,
+            self.tree,
+            self.num_nodes,
             capacity=self.ssm.capacity(slots, num_tokens),
             max_depth=self.ssm.max_model_len - num_tokens,
             least=least,

@@ -86,7 +86,8 @@ class SourceSet:
         self.lookups, self.ssms = lookups, ssms
         self._num_nodes = num_nodes
         best_first = isinstance(tree, BestFirstTree) and tree.min_probability
-        self._least = np.log(tree.min_probability) if best_first else -np.inf
+        # The lowest score of a node.
+        self.least = np.log(tree.min_probability) if best_first else -np.inf
         self._budget = budget
         # By slot: [N] parents of its tree, [Q, N] scores each source gave its nodes,
         # and per source [N, X] what its predictor saw of them.
@@ -109,25 +110,28 @@ class SourceSet:
         for lookup in self.lookups:
             lookup.forget()
 
-    def propose(self, step: DraftStep, most: int | None = None) -> Drafts:
+    def propose(
+        self, step: DraftStep, most: int | None = None, decided: bool = False
+    ) -> Drafts:
         """The trees of R requests.
 
         Args:
             step: What they know.
             most: Nodes of a tree in this step, fewer than N; None for N.
+            decided: That the SSMs are asked.
         """
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
-        least = np.full(num_reqs, self._least)
+        least = np.full(num_reqs, self.least)
         proposals, asks, scores = [], False, None
-        grows = most > 0 and self._budget.grows(num_reqs)
+        grows = decided or (most > 0 and self._budget.grows(num_reqs))
         if grows:
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
                 scores = known.scores
-            asks = self._asks_ssms(step, least, scores)
+            asks = decided or self._asks_ssms(step, least, scores)
             if asks:
                 proposals += self._ask_ssms(step, least)
         if not asks:
@@ -139,7 +143,7 @@ class SourceSet:
                 reasons = dict.fromkeys(range(num_reqs), reason)
                 return Drafts(trees, [{} for _ in least], [], reasons)
         union, columns = self.steps.merge([p.candidates for p in proposals])
-        kept = max(self._least, self._budget.least_score(union.scores, asks))
+        kept = max(self.least, self._budget.least_score(union.scores, asks))
         trees = self.steps.best(union, self._num_nodes, kept, most)
         given, seen = self._given_by_source(proposals, columns, trees)
         for r, slot in enumerate(step.slots[step.growing].tolist()):
@@ -151,6 +155,17 @@ class SourceSet:
             np.bincount(_first_source(given)[trees.tokens != NO_TOKEN]).tolist(),
             self._reasons(trees, union.scores, most, grows, asks),
         )
+
+    def note_found(self, slot: int, parents: np.ndarray, given: np.ndarray) -> None:
+        """A tree that the host hears of late.
+
+        Args:
+            slot: Its request's.
+            parents: [N] of its nodes.
+            given: [Q, N] scores that each source gave them.
+        """
+        nothing_seen = np.zeros((len(parents), 0))
+        self._given[slot] = parents, given, [nothing_seen] * len(given)
 
     def observe(self, slot: int, accepted: list[int]) -> list[int]:
         """Of the slot's last tree these nodes were accepted.
@@ -289,7 +304,7 @@ class SourceSet:
         empty = np.flatnonzero(trees.tokens[:, 0] == NO_TOKEN).tolist()
         if not empty:
             return {}
-        candidates = (np.isfinite(scores) & (scores >= self._least)).any(axis=1)
+        candidates = (np.isfinite(scores) & (scores >= self.least)).any(axis=1)
         return {r: self._reason(candidates[r], most, grows, asks) for r in empty}
 
     def _reason(self, candidates: bool, most: int, grows: bool, asks: bool) -> str:

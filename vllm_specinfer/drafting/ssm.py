@@ -27,7 +27,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import StagedBuffers, read, stage
-from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.blocks import BlockIds, HostBlocks
 from vllm_specinfer.drafting.graphs import (
     Captured,
     GraphShape,
@@ -79,6 +79,7 @@ class NeuralSSM:
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._graphs: PassGraphs | None = None
         self._num_caught_up = np.zeros(self.max_num_reqs, np.int64)
+        self._follows = np.zeros(self.max_num_reqs, bool)
 
     def bind(
         self,
@@ -125,22 +126,26 @@ class NeuralSSM:
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
-        self.forget_blocks(slot)
+        self._follows[slot] = False
+        self._blocks.start(slot, request.block_ids)
         first, last = self.lookahead, request.num_computed_tokens + self.lookahead
         cached = request.prefill_token_ids[first:last]
         self._num_caught_up[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
         )
 
-    def forget_blocks(self, slot: int) -> None:
-        """The slot's request does not hold the blocks any more that it held."""
-        self._blocks.forget(slot)
+    def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
+        """The slot's request gets blocks in the step that comes."""
+        self._blocks.append(slot, block_ids)
+
+    def limits(self, slots: np.ndarray) -> np.ndarray:
+        """[R] rows that the request owns K/V slots for."""
+        held = self._blocks.held(slots) * self._block_size
+        return np.minimum(held, self.max_model_len)
 
     def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """[R] scratch slots after the last row that the request owns."""
-        held = self._blocks.held(slots) * self._block_size
-        most = np.minimum(held, self.max_model_len)
-        return most - num_tokens + self.lookahead
+        return self.limits(slots) - num_tokens + self.lookahead
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
@@ -155,6 +160,35 @@ class NeuralSSM:
 
     def skip(self, step: DraftStep) -> None:
         """The SSM is not asked in this step."""
+        self.fall_behind(step.slots)
+
+    def fall_behind(self, slots: np.ndarray) -> None:
+        """These requests go on without the SSM."""
+        self._follows[slots] = False
+
+    def follows(self, slots: np.ndarray, window: int) -> bool:
+        """All of these requests that the SSM has not read is what their last step
+        brought, and they have so many tokens besides."""
+        known = self._num_caught_up[slots] >= window
+        return bool((self._follows[slots] & known).all())
+
+    def num_read(self, slots: np.ndarray) -> np.ndarray:
+        """[R] rows of these requests whose K/V is known to be there."""
+        return self._num_caught_up[slots]
+
+    def has_read(self, slot: int, num_tokens: int, tokens: np.ndarray) -> None:
+        """The K/V of a request's text, of so many tokens, has been written.
+
+        Args:
+            slot: Its slot.
+            num_tokens: How many.
+            tokens: [max_model_len] int32, its text first.
+        """
+        first, num_rows = self._num_caught_up[slot], num_tokens - self.lookahead
+        self._num_caught_up[slot] = num_rows
+        if first // self._block_size < num_rows // self._block_size:
+            known = tokens[self.lookahead : num_tokens]
+            self._written.complete(slot, self._blocks.table[slot], known)
 
     def catch_up(self, step: DraftStep) -> torch.Tensor:
         """Run every token the SSM has not seen, ragged over the batch.
@@ -172,7 +206,6 @@ class NeuralSSM:
         if not len(part):
             return torch.empty(0, 0)
         slots, first, counts = slots[part], first[part], counts[part]
-        self._blocks.update(slots)
         starts = np.zeros(len(part) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
@@ -186,12 +219,10 @@ class NeuralSSM:
             kv_slots=self._kv_slots(row_slots, positions),
         )
         hidden = self._run_rows(rows, self._states(slots, counts))
-        self._num_caught_up[slots] = num_rows[part]
-        size = self._block_size
-        for i in np.flatnonzero(first // size < num_rows[part] // size):
-            slot = int(slots[i])
-            known = step.all_token_ids[slot, self.lookahead : step.num_tokens[part[i]]]
-            self._written.complete(slot, self._blocks.table[slot], known)
+        self._num_caught_up[slots] = first  # again a block's last token, perhaps
+        for slot, num_tokens in zip(slots.tolist(), step.num_tokens[part], strict=True):
+            self.has_read(slot, int(num_tokens), step.all_token_ids[slot])
+        self._follows[slots] = True
         last = (starts[1:] - 1)[np.searchsorted(part, growing)]
         return self._last(hidden, stage(self.device, last)[0])
 
@@ -261,6 +292,13 @@ class NeuralSSM:
         first = np.repeat(num_tokens - self.lookahead, count)
         positions = first + np.tile(np.arange(count), len(slots))
         self._overwrite(self._kv_slots(np.repeat(slots, count), positions))
+
+    def overwrite_unknown(self, slots: np.ndarray) -> None:
+        """All slots of requests [R] may be written to but those known to be read."""
+        size = self._block_size
+        first, held = self._num_caught_up[slots] // size, self._blocks.held(slots)
+        for slot, begin, end in zip(slots.tolist(), first, held, strict=True):
+            self._overwrite(self._blocks.table[slot, begin:end].astype(np.int64) * size)
 
     def _kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """KV cache slots of flat positions; PAD where the request owns none."""

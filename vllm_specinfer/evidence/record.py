@@ -52,8 +52,8 @@ class Recorder:
         self._requests[slot] = number
         self._start(slot, request)
 
-    def _on_propose(self, step: DraftStep, most: int | None = None) -> Drafts:
-        drafts = self._propose(step, most)
+    def _on_propose(self, step: DraftStep, *args: Any) -> Drafts:
+        drafts = self._propose(step, *args)
         slots, trees = step.slots[step.growing].tolist(), drafts.trees
         for slot, parents, scores in zip(
             slots, trees.parents, trees.scores, strict=True
@@ -109,6 +109,8 @@ def record(
     room = max(map(len, prompts)) + max_tokens + shape.num_nodes + 1
     config = {"method": METHOD, "model": ssm, "tree": shape.widths}
     config["scheduler"] = "static"
+    # What is drafted for ahead of the host does not pass by the recorder.
+    engine = {**engine, "async_scheduling": False}
     llm = start_engine(target, room, MAX_NUM_SEQS, config, engine)
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i)

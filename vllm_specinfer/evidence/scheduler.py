@@ -108,11 +108,16 @@ class TableBudget(LoadBudget):
         self._costs = costs
 
     def observe_draft(
-        self, num_reqs: int, rows: int, levels: int, seconds: float
+        self,
+        num_reqs: int,
+        rows: int,
+        levels: int,
+        seconds: float,
+        follows: bool = False,
     ) -> None:
         """The table's seconds: a pass for each level, one to catch up."""
         seconds = self._costs.level_seconds * (1 + levels)
-        super().observe_draft(num_reqs, rows, levels, seconds)
+        super().observe_draft(num_reqs, rows, levels, seconds, follows)
 
 
 def replay(

@@ -98,6 +98,18 @@ class Budget:
         """Of expanding nodes, in this step; nothing costs anything."""
         return Worth()
 
+    def nodes(self, num_reqs: int, most: int) -> int:
+        """So many nodes each of R trees gets that nobody has seen yet, of so many."""
+        return most
+
+    def observe_chances(self, scores: np.ndarray, num_nodes: int) -> None:
+        """What such trees turned out to be.
+
+        Args:
+            scores: [R, N] log of the chances, best first; -inf where there is no node.
+            num_nodes: So many of them had rows.
+        """
+
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score below which nodes cost more than they bring.
 
@@ -120,9 +132,22 @@ class Budget:
         """A target step without a prompt took so long, all but its drafting."""
 
     def observe_draft(
-        self, num_reqs: int, rows: int, levels: int, seconds: float
+        self,
+        num_reqs: int,
+        rows: int,
+        levels: int,
+        seconds: float,
+        follows: bool = False,
     ) -> None:
-        """The SSMs took so long for R requests and so many rows and levels."""
+        """The SSMs took so long for R requests and so many rows and levels.
+
+        Args:
+            num_reqs: R.
+            rows: Rows.
+            levels: Passes over levels.
+            seconds: What they took.
+            follows: None of the rows is a prompt's, as many as they are.
+        """
 
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""
@@ -187,17 +212,9 @@ class LoadBudget(Budget):
     def _drafting_pays(
         self, num_reqs: int, unread: int, known: np.ndarray | None
     ) -> bool:
-        chances = self._profile.value
-        if chances is None or not self._step.known:
+        if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
             return True
-        if self._num_drafts < LEAST_DRAFTS:
-            return True
-        tokens, rate, drafting = 1.0, 0.0, self._draft_seconds(num_reqs)
-        rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
-        costs = self._step.seconds_of(rows, 1.0)
-        for chance, seconds in zip(chances.tolist(), costs, strict=True):
-            tokens += CAUTION * chance
-            rate = max(rate, tokens / (seconds + drafting))
+        rate, _ = self._usual_tree(num_reqs)
         plain = self._step.seconds(num_reqs)
         tokens, seconds = num_reqs, plain
         if known is not None:
@@ -217,6 +234,23 @@ class LoadBudget(Budget):
             self._idle_steps, self._tries, self._resumes = 0, TRIES, True
         self._tries -= 1
         return True
+
+    @property
+    def _knows_trees(self) -> bool:
+        """What trees cost and bring."""
+        return self._profile.value is not None and self._step.known
+
+    def _usual_tree(self, num_reqs: int) -> tuple[float, int]:
+        """Tokens per second and request of the best trees, and how many nodes they
+        have, where all of R are of the usual chances."""
+        tokens, best, drafting = 1.0, (0.0, 0), self._draft_seconds(num_reqs)
+        rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
+        costs = self._step.seconds_of(rows, 1.0)
+        chances = self._profile.value.tolist()
+        for count, (chance, seconds) in enumerate(zip(chances, costs, strict=True), 1):
+            tokens += CAUTION * chance
+            best = max(best, (tokens / (seconds + drafting), count))
+        return best
 
     def _reading_seconds(self, rows: int) -> float:
         """What catching up with so many tokens costs."""
@@ -241,6 +275,22 @@ class LoadBudget(Budget):
             self._draft.marginal(1) * rate,
             self._draft.marginal(0, 1) * rate,
         )
+
+    def nodes(self, num_reqs: int, most: int) -> int:
+        """As many as the usual trees are best with."""
+        if not self._knows_trees:
+            return most
+        _, count = self._usual_tree(num_reqs)
+        return min(count, most)
+
+    def observe_chances(self, scores: np.ndarray, num_nodes: int) -> None:
+        """As `least_score`, which has seen the trees in time."""
+        num_reqs, chances = len(scores), np.exp(scores)
+        self._profile.observe(chances.sum(axis=0) / num_reqs, num_reqs)
+        if self._step.known:
+            tokens = num_reqs + CAUTION * float(chances[:, :num_nodes].sum())
+            seconds = self._step.seconds(num_reqs * (num_nodes + 1), 1.0)
+            self._note_rate(tokens / (seconds + self._draft_seconds(num_reqs)))
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score of the last node that raises the expected tokens per second."""
@@ -312,10 +362,15 @@ class LoadBudget(Budget):
         self._step.observe(rows, seconds, trees)
 
     def observe_draft(
-        self, num_reqs: int, rows: int, levels: int, seconds: float
+        self,
+        num_reqs: int,
+        rows: int,
+        levels: int,
+        seconds: float,
+        follows: bool = False,
     ) -> None:
         """The SSMs took so long for R requests and so many rows and levels."""
-        reads = rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
+        reads = not follows and rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
         if reads:
             self._row_seconds = seconds / rows
         resumes, self._resumes = self._resumes, False

@@ -7,12 +7,26 @@ words per bit row, R requests of a step, T flat query rows of a step.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.device import stage
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.proposals import Draws
-from vllm_specinfer.tree.token_tree import ancestor_bits, node_depths, num_words
+from vllm_specinfer.tree.token_tree import (
+    ROOT,
+    ancestor_bits,
+    node_depths,
+    num_words,
+)
 
 NO_TREE = -1
+
+
+def are_trees(num_drafts: np.ndarray, query_start_loc: np.ndarray) -> np.ndarray:
+    """[R] requests that have scheduled nodes, and rows for nothing else."""
+    query_lens = np.diff(query_start_loc[: len(num_drafts) + 1])
+    return (num_drafts > 0) & (query_lens == num_drafts + 1)
 
 
 class TreeTable:
@@ -84,12 +98,8 @@ class TreeTable:
         Returns:
             The plan, or None where no request has a live tree.
         """
-        query_lens = np.diff(query_start_loc[: len(slots) + 1])
-        is_tree = (
-            (num_drafts > 0)
-            & (query_lens == num_drafts + 1)
-            & (self.root_positions[slots] == num_computed)
-        )
+        is_tree = are_trees(num_drafts, query_start_loc)
+        is_tree &= self.root_positions[slots] == num_computed
         if not is_tree.any():
             return None
         return StepPlan(
@@ -103,7 +113,7 @@ class TreeTable:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepRows:
     """Which rows of one target step form trees.
 
     Attributes:
@@ -111,17 +121,12 @@ class StepPlan:
         slots: [R] request slots.
         num_rows: [R] rows of the scheduled tree, the root included; 0 without tree.
         query_start_loc: [R + 1] first flat row of each request.
-        root_positions: [R] position of the root, which is also the number of
-            committed positions before it.
-        table: Where the trees live.
     """
 
     is_tree: np.ndarray
     slots: np.ndarray
     num_rows: np.ndarray
     query_start_loc: np.ndarray
-    root_positions: np.ndarray
-    table: TreeTable
 
     @property
     def all_tree(self) -> bool:
@@ -131,6 +136,62 @@ class StepPlan:
     def tree_requests(self) -> list[int]:
         """Batch indices of the requests with a live tree."""
         return self.is_tree.nonzero()[0].tolist()
+
+
+@dataclass(frozen=True)
+class StepPlan(StepRows):
+    """Trees that the host knows.
+
+    Attributes:
+        root_positions: [R] position of the root, which is also the number of
+            committed positions before it.
+        table: Where the trees live.
+    """
+
+    root_positions: np.ndarray
+    table: TreeTable
+
+    def paths(self, i: int) -> list[list[int]]:
+        """Of each row of a request the rows from depth 1 down to it; only the root's
+        (none) where it has no live tree."""
+        paths: list[list[int]] = [[]]
+        if self.is_tree[i]:
+            parents = self.table.parents[self.slots[i], : self.num_rows[i] - 1]
+            for row, parent in enumerate(parents.tolist(), start=1):
+                paths.append([*paths[parent + 1], row])
+        return paths
+
+    def tree_rows(self, device: torch.device, num_rows: int) -> TreeRows:
+        """What attention needs to know of so many flat rows."""
+        staged = stage(
+            device,
+            self.is_tree,
+            self.root_positions.astype(np.int32),
+            self.ancestor_bits(num_rows),
+        )
+        return TreeRows(*staged, all_tree=self.all_tree)
+
+    def positions_on(self, device: torch.device) -> torch.Tensor:
+        """`positions` on the device."""
+        return stage(device, self.positions())[0]
+
+    def drafts_and_parents(
+        self, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a walk goes by.
+
+        Returns:
+            [L] int64 tokens of all rows of trees and of one row of each other request;
+            a root's is 0. [R, N] int32 parents of the nodes.
+        """
+        drafts = [
+            [0, *self.table.tokens[slot, : max(count - 1, 0)]]
+            for slot, count in zip(self.slots, self.num_rows, strict=True)
+        ]
+        parents = np.where(
+            self.is_tree[:, None], self.table.parents[self.slots], np.int32(ROOT)
+        )
+        return stage(device, np.concatenate(drafts).astype(np.int64), parents)
 
     def positions(self) -> np.ndarray:
         """[T] int64 positions of all rows; siblings share one."""

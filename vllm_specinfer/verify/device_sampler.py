@@ -19,7 +19,6 @@ from vllm_specinfer.kernels.triton.verification import verify_draws, walk_trees
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
 
@@ -70,7 +69,7 @@ class DeviceTreeSampler(TreeSampler):
         plan, num_reqs = self._plan_of(input_batch), input_batch.num_reqs
         if plan is None:
             return super().__call__(logits, input_batch)
-        paths = [_paths(plan, i) for i in range(num_reqs)]
+        paths = [plan.paths(i) for i in range(num_reqs)]
         counts = np.array([len(of_request) for of_request in paths])
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
@@ -81,21 +80,9 @@ class DeviceTreeSampler(TreeSampler):
             output = self._sample(logits, input_batch, plan, requests, flat_paths)
             targets = output.sampled_token_ids[:, 0]
             logprobs, num_nans = output.logprobs_tensors, output.num_nans
-        parents = np.where(
-            plan.is_tree[:, None], plan.table.parents[plan.slots], np.int32(ROOT)
-        )
-        drafts = np.concatenate(
-            [
-                [0, *plan.table.tokens[slot, : count - 1]]
-                for slot, count in zip(plan.slots, counts, strict=True)
-            ]
-        )
-        first, num_rows, drafts, parents = stage(
-            logits.device,
-            np.cumsum(counts) - counts,
-            counts.astype(np.int32),
-            drafts.astype(np.int64),
-            parents,
+        drafts, parents = plan.drafts_and_parents(logits.device)
+        first, num_rows = stage(
+            logits.device, np.cumsum(counts) - counts, counts.astype(np.int32)
         )
         path, num_accepted = walk_trees(targets, drafts, first, num_rows, parents)
         depths = torch.arange(path.shape[1], device=path.device)
@@ -137,17 +124,6 @@ class DeviceDrawTestingSampler(DrawTestingSampler):
         positions = pos[places] + TEST_SALT
         found = verify_draws(logits, places, tokens, q, drawn, seeds, positions)
         return logits, found
-
-
-def _paths(plan: StepPlan, i: int) -> list[list[int]]:
-    """Of each row of a request the rows from depth 1 down to it; only the root's (none)
-    where it has no live tree."""
-    paths: list[list[int]] = [[]]
-    if plan.is_tree[i]:
-        parents = plan.table.parents[plan.slots[i], : plan.num_rows[i] - 1]
-        for row, parent in enumerate(parents.tolist(), start=1):
-            paths.append([*paths[parent + 1], row])
-    return paths
 
 
 def _chosen(

@@ -159,9 +159,9 @@ class TreeSampler:
         first = batch.cu_num_logits_np[requests].tolist()
         places = [path[-1] if path else 0 for path in paths]
         chains = [
-            [0, *path] if looks_back else [place]
-            for path, place, looks_back in zip(
-                paths, places, self._look_back(slots), strict=True
+            [0, *path] if needs_path else [place]
+            for path, place, needs_path in zip(
+                paths, places, looks_back(self.sampler, slots), strict=True
             )
         ]
         counts = np.array([len(chain) for chain in chains])
@@ -276,15 +276,6 @@ class TreeSampler:
         ]
         return [joined(sources) if sources else None for sources in found]
 
-    def _look_back(self, slots: np.ndarray) -> np.ndarray:
-        """[G] whose logits depend on the tokens drafted before a row."""
-        _, penalties, bad_words, *custom = self.sampler.logits_processors
-        thinking = self.sampler.thinking_budget_state
-        looks = penalties.use_penalty[slots] | (bad_words.num_bad_words.np[slots] > 0)
-        if thinking.enabled:
-            looks = looks | thinking.use_thinking_budget[slots]
-        return looks | bool(custom)
-
     def _only_draws(self, slots: np.ndarray) -> bool:
         """Nothing is asked of these requests' rows but a draw at some temperature.
 
@@ -316,7 +307,7 @@ class TreeSampler:
             or states.top_k.np[slot] != states.vocab_size
             or states.top_p.np[slot] != 1
             or bias.use_logit_bias[slot]
-            or self._look_back(slots)[0]
+            or looks_back(self.sampler, slots)[0]
         )
 
     def _output(
@@ -372,6 +363,16 @@ class TreeSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+
+def looks_back(sampler: Sampler, slots: np.ndarray) -> np.ndarray:
+    """[G] whose logits depend on the tokens drafted before a row."""
+    _, penalties, bad_words, *custom = sampler.logits_processors
+    thinking = sampler.thinking_budget_state
+    looks = penalties.use_penalty[slots] | (bad_words.num_bad_words.np[slots] > 0)
+    if thinking.enabled:
+        looks = looks | thinking.use_thinking_budget[slots]
+    return looks | bool(custom)
 
 
 def _joined_logprobs(

@@ -1,0 +1,111 @@
+"""Trees put together on the device are those of the definitions."""
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as examples
+from hypothesis import strategies as st
+
+from vllm_specinfer.tree import on_device
+from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates, merge
+from vllm_specinfer.tree.on_device import NO_NODE, DeviceCandidates, TreeBuffers
+from vllm_specinfer.tree.token_tree import ROOT, ancestor_bits, node_depths
+
+VOCAB = 5
+
+
+def grown(rng, num_reqs):
+    """Candidates by level, with columns that are none and ties, and `ends`."""
+    sizes = rng.integers(1, 7, rng.integers(1, 5)).tolist()
+    ends = list(accumulate(sizes))
+    tokens = np.zeros((num_reqs, ends[-1]), np.int64)
+    parents = np.full(tokens.shape, ROOT, np.int32)
+    scores = np.full(tokens.shape, -np.inf, np.float32)
+    for r in range(num_reqs):
+        seen = set()
+        for start, end, depth in zip([0, *ends], ends, range(9), strict=False):
+            for c in range(start, end):
+                first = 0 if depth < 2 else ends[depth - 2]
+                parent = ROOT if not depth else int(rng.integers(first, start))
+                above = 0.0 if not depth else scores[r, parent]
+                token = int(rng.integers(VOCAB))
+                known = (parent, token) in seen or not np.isfinite(above)
+                tokens[r, c], parents[r, c] = token, parent
+                if not known and rng.random() < 0.8:
+                    seen.add((parent, token))
+                    scores[r, c] = above - rng.integers(0, 4) / 4
+    return Candidates(tokens, parents, scores), ends
+
+
+def on(candidates, ends):
+    return DeviceCandidates(
+        torch.from_numpy(candidates.tokens),
+        torch.from_numpy(candidates.parents).long(),
+        torch.from_numpy(candidates.scores),
+        ends,
+    )
+
+
+@examples(st.integers(0, 1 << 32))
+def test_unions_and_trees_are_those_of_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    num_reqs, num_nodes = int(rng.integers(1, 4)), int(rng.integers(1, 90))
+    pairs = [grown(rng, num_reqs) for _ in range(rng.integers(1, 4))]
+    sources = [candidates for candidates, _ in pairs]
+    least = float(rng.choice([-np.inf, -1.0]))
+    limits = rng.integers(1, 20, len(sources)).tolist()
+    devices = [
+        on_device.cut(on(*pair), n) for pair, n in zip(pairs, limits, strict=True)
+    ]
+    sources = [source.cut(n) for source, n in zip(sources, limits, strict=True)]
+    union, columns = merge(sources)
+    expected = union.best(num_nodes, least)
+    device_union, device_columns = on_device.merged(devices)
+    tree = on_device.best(device_union, num_nodes, least)
+    is_node = expected.tokens != NO_TOKEN
+    assert ((tree.parents != NO_NODE).numpy() == is_node).all()
+    assert (tree.tokens.numpy()[is_node] == expected.tokens[is_node]).all()
+    assert (tree.tokens.numpy() >= 0).all()
+    assert (tree.parents.numpy()[is_node] == expected.parents[is_node]).all()
+    assert tree.scores.numpy()[is_node] == pytest.approx(expected.scores[is_node])
+    scores = on_device.given(tree, device_columns, devices).numpy()
+    for q, (source, column) in enumerate(zip(sources, columns, strict=True)):
+        own = np.full((num_reqs, num_nodes), -np.inf, np.float32)
+        for r, c in zip(*np.isfinite(source.scores).nonzero(), strict=True):
+            place = expected.places[r, column[r, c]]
+            if place < num_nodes:
+                own[r, place] = source.scores[r, c]
+        assert (scores[:, q] == own).all()
+
+
+@examples(st.integers(0, 1 << 32))
+def test_buffers_hold_the_rows_of_the_definition(seed):
+    rng = np.random.default_rng(seed)
+    num_nodes, slots = int(rng.integers(1, 130)), [2, 0, 4, 4]
+    buffers = TreeBuffers(4, num_nodes, torch.device("cpu"))
+    assert buffers.padding == 4
+    parents = np.array(
+        [[int(rng.integers(ROOT, n)) for n in range(num_nodes)] for _ in slots],
+        np.int32,
+    )
+    tokens = torch.from_numpy(rng.integers(0, VOCAB, parents.shape))
+    depths = node_depths(parents)
+    none = torch.zeros(0)
+    tree = on_device.DeviceTree(tokens, torch.from_numpy(parents), none, none)
+    buffers.write(torch.tensor(slots), tree, int(depths.max()))
+    bits = ancestor_bits(parents)
+    for i, slot in enumerate(slots[:2]):
+        assert (buffers.tokens[slot] == tokens[i]).all()
+        assert (buffers.parents[slot].numpy() == parents[i]).all()
+        assert (buffers.depths[slot].numpy() == depths[i]).all()
+        assert (buffers.bits[slot].numpy() == bits[i]).all()
+    assert (buffers.parents[1] == NO_NODE).all()
+
+
+def test_what_is_no_node_sees_the_root_and_itself():
+    parents = torch.tensor([[ROOT, 0, NO_NODE]], dtype=torch.int32)
+    depths, bits = on_device.depths_and_bits(parents, 4)
+    assert depths.tolist() == [[0, 1, 2, 1]]
+    assert bits[0, :, 0].tolist() == [0b1, 0b11, 0b111, 0b1001]

@@ -1,0 +1,164 @@
+"""Drafting while the host does not know yet what the step before has brought.
+
+The host decides from what earlier steps have cost and brought; how long the texts are,
+what was accepted and which nodes are the likeliest is the device's business. What it
+has found the host learns with the output of the step that verifies it. Not yet run on a
+GPU.
+
+Dimension legend: R requests, N nodes per request, Q sources, C candidates per request.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_specinfer.device import read_later
+from vllm_specinfer.drafting.children import DraftRows
+from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs
+from vllm_specinfer.drafting.graphs import graph_sizes
+from vllm_specinfer.drafting.neural import NeuralSource
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.tree.on_device import (
+    NO_NODE,
+    DeviceCandidates,
+    TreeBuffers,
+    best,
+    cut,
+    given,
+    merged,
+)
+
+
+class Found(NamedTuple):
+    """What the device has drafted for R requests.
+
+    Attributes:
+        lengths: [R] int32 tokens of the texts.
+        parents: [R, N] int32, `NO_NODE` where there is none.
+        scores: [R, N] float32.
+        given: [R, Q, N] float32 scores by source.
+        grown: [Q] of each source the scores [R, C] of all its candidates.
+    """
+
+    lengths: np.ndarray
+    parents: np.ndarray
+    scores: np.ndarray
+    given: np.ndarray
+    grown: tuple[np.ndarray, ...]
+
+    @property
+    def is_node(self) -> np.ndarray:
+        """[R, N] bool."""
+        return self.parents != NO_NODE
+
+
+class AheadDrafter:
+    """Drafts by the SSMs alone.
+
+    Attributes:
+        buffers: Where the trees are.
+    """
+
+    def __init__(
+        self,
+        sources: SourceSet,
+        num_nodes: int,
+        max_num_reqs: int,
+        texts: Texts,
+        device: torch.device,
+    ) -> None:
+        """Capture what follows growth; the sources must have been captured.
+
+        Args:
+            sources: Without lookups, which read the texts on the host.
+            num_nodes: N.
+            max_num_reqs: Request slots.
+            texts: Of all slots.
+            device: The worker's device.
+        """
+        self._ssms = sources.ssms
+        self._texts = texts
+        self._max_depth = max(source.tree.max_depth for source in self._ssms)
+        self._num_nodes, self._least = num_nodes, sources.least
+        self.buffers = TreeBuffers(max_num_reqs, num_nodes, device)
+        self._finishes = {
+            (size, draws): self._captured(size, draws)
+            for size in graph_sizes(max_num_reqs)
+            for draws in (False, True)
+        }
+
+    def follows(self, slots: np.ndarray) -> bool:
+        """Only the last step's tokens of these requests are new to the SSMs."""
+        return all(source.on_device.follows(slots) for source in self._ssms)
+
+    def launch(
+        self, slots: np.ndarray, num_new: torch.Tensor, roots: DraftRows
+    ) -> Callable[[], Found]:
+        """Draft for R requests.
+
+        Args:
+            slots: [R] request slots.
+            num_new: [R] tokens of their last step, on the device.
+            roots: Their parameters.
+
+        Returns:
+            Waits for what was found.
+        """
+        num_reqs, draws = len(slots), bool(roots.temperatures.any())
+        levels = [source.follow(slots, num_new, roots) for source in self._ssms]
+        graphs = self._graphs(num_reqs, draws)
+        outputs, replay = self._finishes[graphs[0].num_reqs, draws]
+        replay()
+        part = slice(0, num_reqs)
+        wait = read_later(
+            self._texts.lengths[graphs[0].inputs.slots[part]],
+            *(output[part] for output in outputs),
+            *(
+                of_source.growth.scores[part, : of_source.growth.ends[num_levels]]
+                for of_source, num_levels in zip(graphs, levels, strict=True)
+            ),
+        )
+
+        def found() -> Found:
+            lengths, parents, scores, by_source, *grown = wait()
+            return Found(lengths, parents, scores, by_source, tuple(grown))
+
+        return found
+
+    def _graphs(self, num_reqs: int, draws: bool) -> Sequence[TreeGraphs]:
+        return [source.on_device.of(num_reqs, draws) for source in self._ssms]
+
+    def _captured(
+        self, num_reqs: int, draws: bool
+    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], None]]:
+        graphs = self._graphs(num_reqs, draws)
+        inputs = graphs[0].inputs
+
+        def finish() -> tuple[torch.Tensor, ...]:
+            sources = [
+                cut(DeviceCandidates.grown(of_source.growth), source.num_nodes)
+                for source, of_source in zip(self._ssms, graphs, strict=True)
+            ]
+            union, columns = merged(sources)
+            tree = best(union, self._num_nodes, self._least)
+            slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
+            self.buffers.write(slots, tree, self._max_depth)
+            return tree.parents, tree.scores, given(tree, columns, sources)
+
+        return self._ssms[0].ssm.captured(finish)
+
+
+def can_draft_ahead(sources: SourceSet) -> bool:
+    """Whether nothing but SSMs in graphs has to be asked."""
+    return (
+        bool(sources.ssms)
+        and not sources.lookups
+        and all(_goes_on_alone(source) for source in sources.ssms)
+    )
+
+
+def _goes_on_alone(source: NeuralSource) -> bool:
+    # A predictor is the host's, and so are the target's states that a head reads.
+    return source.predictor is None and source.ssm.no_states(1) is None

@@ -1,0 +1,243 @@
+"""Which steps are drafted for ahead of the host, and what it hears of them later.
+
+With asynchronous scheduling a step that has nothing but decoding requests, whose trees
+come from SSMs in graphs, is drafted for as soon as it is launched. All other steps wait
+for the device (`TreeSpeculator.draft`): those with prompts, grammars, processors that
+look back or draws that are tested, and those after which the SSMs have to read what
+they have sat out.
+
+Dimension legend: S request slots, B requests of the batch, N nodes per request.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from vllm_specinfer.device import Once
+from vllm_specinfer.drafting.ahead import AheadDrafter, Found
+from vllm_specinfer.drafting.rows import root_rows
+from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.device_clock import DeviceClock
+from vllm_specinfer.scheduling.step_stats import (
+    BUDGET,
+    MEASURING,
+    NO_CANDIDATES,
+    SCHEDULE,
+    WorkerStats,
+)
+from vllm_specinfer.tree.device_plan import DevicePlan
+from vllm_specinfer.tree.on_device import NO_NODE
+from vllm_specinfer.verify.sampler import looks_back
+
+
+class AheadSteps:
+    """Decides and launches on the worker's thread, hears on any.
+
+    Attributes:
+        sizes: Rows that the trees of the last batch have below their roots, by request
+            id; None where the host has drafted them.
+        hear: Waits for what has been drafted last.
+        learning: Held while something is learned or decided.
+    """
+
+    def __init__(
+        self,
+        drafter: AheadDrafter,
+        sources: SourceSet,
+        budget: Budget,
+        sampler: Sampler,
+        num_computed: torch.Tensor,
+        tokens: Callable[[], np.ndarray],
+        names: Sequence[str],
+    ) -> None:
+        """Draft nothing yet.
+
+        Args:
+            drafter: Launches.
+            sources: Its sources, which learn.
+            budget: Theirs.
+            sampler: vLLM's.
+            num_computed: [S] int32 tokens whose K/V there is, on the device.
+            tokens: Gives [S, max_model_len] the texts as far as they are known.
+            names: Of the sources.
+        """
+        self._drafter = drafter
+        self._sources, self._budget = sources, budget
+        self._sampler = sampler
+        self._num_computed = num_computed
+        self._tokens = tokens
+        self._names = names
+        self._clock = DeviceClock(num_computed.device)
+        # By slot how many requests have started in it.
+        self._starts = np.zeros(len(num_computed), np.int64)
+        self._any_started = False
+        self.sizes: dict[str, int] | None = None
+        self.hear: Callable[[], None] = _nothing
+        self.learning = threading.Lock()
+        # By slot: nodes of the tree that was heard of last.
+        self._num_nodes: dict[int, int] = {}
+
+    def start(self, slot: int, req_id: str) -> None:
+        """A request starts in a slot; it has no tree."""
+        self._starts[slot] += 1
+        self._any_started = True
+        if self.sizes:
+            self.sizes.pop(req_id, None)
+
+    def stop(self) -> None:
+        """The host drafts for this step; it has heard everything."""
+        self.sizes, self.hear = None, _nothing
+        self._clock.restart()
+
+    def takes(self, batch: InputBatch) -> bool:
+        """Whether a step may be drafted for ahead."""
+        slots = batch.idx_mapping_np
+        temperatures = self._sampler.sampling_states.temperature.np[slots]
+        return not (
+            batch.has_prefill
+            or batch.has_structured_output_reqs
+            or any(source.draws(temperatures) for source in self._sources.ssms)
+            or looks_back(self._sampler, slots).any()
+        )
+
+    def draft(
+        self,
+        batch: InputBatch,
+        num_new: torch.Tensor,
+        most: int,
+        stats: WorkerStats,
+    ) -> torch.Tensor | None:
+        """Draft for a step, or decide that it gets no trees.
+
+        Args:
+            batch: The batch just verified.
+            num_new: [B] int32 tokens that it has brought, on the device.
+            most: Nodes of a tree in the next step.
+            stats: Of the next step.
+
+        Returns:
+            [B, N] int64 tokens of the nodes; None where it is to be drafted for, but
+            the SSMs have more to read than this step's tokens.
+        """
+        slots, num_reqs = batch.idx_mapping_np, batch.num_reqs
+        with self.learning:
+            self._time_step(batch)
+            follows = self._drafter.follows(slots)
+            reason = self._reason(batch, most, follows)
+            if reason is None and not follows:
+                return None
+            self.hear = _nothing
+            self.sizes = {}
+            if reason is None:
+                num_nodes = self._budget.nodes(num_reqs, most)
+                self.sizes = dict.fromkeys(batch.req_ids, num_nodes)
+                self.hear = self._launch(batch, num_new, num_nodes, stats)
+            else:
+                for source in self._sources.ssms:
+                    source.ssm.fall_behind(slots)
+                stats.reasons = dict.fromkeys(batch.req_ids, reason)
+        return self._drafter.buffers.tokens[batch.idx_mapping]
+
+    def plan(self, batch: InputBatch) -> DevicePlan | None:
+        """Of a batch to be verified; None where its trees are the host's, or none."""
+        if not self.sizes:
+            return None
+        has_tree = np.array([req_id in self.sizes for req_id in batch.req_ids])
+        return DevicePlan.of(batch, has_tree, self._drafter.buffers, self._num_computed)
+
+    def num_nodes(self, slot: int, scheduled: int) -> int:
+        """How many of so many rows were nodes of the tree that was heard of last."""
+        return min(scheduled, self._num_nodes.get(slot, scheduled))
+
+    def _reason(self, batch: InputBatch, most: int, follows: bool) -> str | None:
+        """Why the next step gets no trees; None where it does."""
+        num_reqs = batch.num_reqs
+        if not most:
+            return SCHEDULE
+        if not self._budget.grows(num_reqs):
+            return MEASURING
+        unread = num_reqs
+        if not follows:
+            # At most; exact where there were no trees.
+            known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
+            slots = batch.idx_mapping_np
+            ssms = [source.ssm for source in self._sources.ssms]
+            unread = sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
+        return None if self._budget.drafts(num_reqs, unread) else BUDGET
+
+    def _time_step(self, batch: InputBatch) -> None:
+        """The step's verification has been launched."""
+        budget, num_rows = self._budget, batch.num_tokens
+        trees = num_rows > batch.num_reqs
+        self._clock.tell_all()
+        if self._any_started:
+            # The device may have waited for a request.
+            self._clock.restart()
+        self._any_started = False
+        self._clock.lap(lambda seconds: budget.observe_step(num_rows, seconds, trees))
+
+    def _launch(
+        self,
+        batch: InputBatch,
+        num_new: torch.Tensor,
+        num_nodes: int,
+        stats: WorkerStats,
+    ) -> Once[None]:
+        slots, budget, ssms = batch.idx_mapping_np, self._budget, self._sources.ssms
+        req_ids, num_reqs = batch.req_ids, batch.num_reqs
+        before = np.sum([source.work for source in ssms], axis=0)
+        # The positions of roots are the device's.
+        roots = root_rows(self._sampler.sampling_states, slots, np.zeros(num_reqs, int))
+        wait = self._drafter.launch(slots, num_new, roots)
+        rows, levels = np.sum([source.work for source in ssms], axis=0) - before
+        self._clock.lap(
+            lambda seconds: budget.observe_draft(
+                num_reqs, int(rows), int(levels), seconds, follows=True
+            )
+        )
+        starts = self._starts[slots]
+
+        def heard() -> None:
+            found = wait()
+            with self.learning:
+                alive = np.flatnonzero(self._starts[slots] == starts).tolist()
+                self._learn(found, slots, alive, num_nodes)
+                sizes = found.is_node[:, :num_nodes].sum(axis=1)
+                for i in alive:
+                    self._num_nodes[int(slots[i])] = int(sizes[i])
+                first = np.isfinite(found.given).argmax(axis=1)
+                counts = np.bincount(first[:, :num_nodes][found.is_node[:, :num_nodes]])
+                stats.drafted.update(
+                    dict(zip(self._names, counts.tolist(), strict=False))
+                )
+                empty = np.flatnonzero(sizes == 0).tolist()
+                stats.reasons = {req_ids[i]: NO_CANDIDATES for i in empty}
+
+        return Once(heard)
+
+    def _learn(
+        self, found: Found, slots: np.ndarray, alive: list[int], num_nodes: int
+    ) -> None:
+        """What has been found is told to sources and budget."""
+        tokens = self._tokens()
+        for source, grown in zip(self._sources.ssms, found.grown, strict=True):
+            source.on_device.levels.observe(grown)
+            for i in alive:
+                slot = int(slots[i])
+                source.ssm.has_read(slot, int(found.lengths[i]), tokens[slot])
+        for i in alive:
+            # Nodes without a row were never tested.
+            parents, given = found.parents[i].copy(), found.given[i].copy()
+            parents[num_nodes:] = NO_NODE
+            given[:, num_nodes:] = -np.inf
+            self._sources.note_found(int(slots[i]), parents, given)
+        self._budget.observe_chances(found.scores, num_nodes)
+
+
+def _nothing() -> None:
+    pass
