@@ -28,7 +28,14 @@ class InterpretedBackend(CUDATreeAttentionBackend):
 
 
 class InterpretedWorker(SpecInferCPUWorker):
-    """Runs CUDA's path."""
+    """Runs CUDA's path.
+
+    Attributes:
+        warm_ups: Engines of the process that are still to be warmed up.
+    """
+
+    # One that waits for the step before and one that does not; half a minute each.
+    warm_ups = 2
 
     def register_attention(self) -> None:
         """Replace CPU_ATTN."""
@@ -44,7 +51,9 @@ class InterpretedWorker(SpecInferCPUWorker):
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
         with torch.inference_mode():
             speculator.capture()
-        warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        if InterpretedWorker.warm_ups:
+            InterpretedWorker.warm_ups -= 1
+            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().compile_or_warm_up_model()
 
 
