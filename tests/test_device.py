@@ -70,6 +70,13 @@ def test_all_arrays_are_staged_where_kernels_may_read_them(elsewhere):
         assert start % device.ALIGNMENT == 0 and one.is_contiguous()
 
 
+def test_nothing_but_an_empty_array_is_staged_and_read(elsewhere):
+    (staged,) = device.stage(CPU, np.zeros((0, 3), np.int64))
+    assert staged.dtype == torch.int64 and staged.shape == (0, 3)
+    (found,) = device.read(staged)
+    assert found.dtype == np.int64 and found.shape == (0, 3)
+
+
 def test_on_a_cpu_nothing_is_copied():
     tensor, array = torch.arange(3), np.arange(3)
     assert np.shares_memory(device.read(tensor)[0], tensor.numpy())

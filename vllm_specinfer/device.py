@@ -144,7 +144,8 @@ def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
 
 def _packed(arrays: Sequence[np.ndarray]) -> np.ndarray:
     *starts, end = _starts(arrays)
-    packed = np.zeros(end, np.uint8)
+    # A tensor of nothing cannot be viewed as another type.
+    packed = np.zeros(max(end, 1), np.uint8)
     for start, array in zip(starts, arrays, strict=True):
         values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         packed[start : start + array.nbytes] = values

@@ -11,11 +11,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import interpreter
-import torch
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
@@ -24,37 +22,30 @@ LONGER = {"max_tokens": 16}
 LONG = {**GREEDY, **LONGER}
 PROMPTS = [[5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
 TREE = {"max_depth": 4, "max_width": 3, "min_probability": 0}
-WORKER = "tests.e2e.interpreted_worker.InterpretedWorker"
+
+LLM = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 64,
+    "max_num_batched_tokens": 64,
+}
 
 
 def main() -> None:
     """Decode with and without trees and save the texts and what was counted."""
     interpreter.prepare()
-    from vllm.v1.sample.ops import topk_topp_sampler
-
     from tests.e2e import engine
-    from tests.e2e.device_guard import guarded
-    from tests.e2e.interpreted_worker import (
-        counted,
-        graphs_replayed,
-        positions_as_captured,
-    )
-    from vllm_specinfer import config, plugin
+    from tests.e2e.interpreted_worker import cuda_path
+    from vllm_specinfer import plugin
 
     target, ssm, head, output = sys.argv[1:]
     os.environ.update(engine.ENV)
     plugin.register()
-    llm = {
-        "model": target,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 128,
-        "max_num_seqs": 2,
-        "enforce_eager": True,
-        "block_size": 32,
-        "num_gpu_blocks_override": 64,
-        "max_num_batched_tokens": 64,
-    }
+    llm = {"model": target, **LLM}
     # The target itself knows best; how little it gets is left to the other one.
     few = {"model": target, "num_speculative_tokens": 2}
     pair = {"ssms": [ssm, few], "tree": TREE, "num_speculative_tokens": 7}
@@ -84,21 +75,9 @@ def main() -> None:
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
     on_cpu |= {name: jobs[name] for name in ("mss", "coupled", "two", "eagle")}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
-    launches: dict[str, int] = {}
-    with (
-        mock.patch.object(config, "CPU_WORKER", WORKER),
-        # vLLM's K/V write asks for it to choose its launch.
-        mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        # The interpreter fails on vLLM's kernel for top-k and top-p.
-        mock.patch.object(topk_topp_sampler, "HAS_TRITON", False),
-        positions_as_captured(),
-        graphs_replayed() as passes,
-        guarded(launches) as guard,
-        counted(lambda: guard.num_reads) as steps,
-    ):
+    with cuda_path() as counts:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
-    counts = {"launches": launches, "steps": steps, "passes": passes}
-    Path(output).write_text(json.dumps([of_cpu, found, counts]))
+    Path(output).write_text(json.dumps([of_cpu, found, counts._asdict()]))
 
 
 if __name__ == "__main__":

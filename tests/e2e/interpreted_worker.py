@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -55,6 +55,39 @@ class InterpretedWorker(SpecInferCPUWorker):
             InterpretedWorker.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         return super().compile_or_warm_up_model()
+
+
+class Counts(NamedTuple):
+    """What engines that take CUDA's path have done.
+
+    Attributes:
+        launches: Of each kernel.
+        steps: As `counted` gives them, of waits.
+        passes: As `graphs_replayed` gives them.
+    """
+
+    launches: dict[str, int]
+    steps: list[dict[str, Any]]
+    passes: list[str]
+
+
+@contextmanager
+def cuda_path() -> Iterator[Counts]:
+    """Engines of this process take CUDA's path; `interpreter.prepare` was called."""
+    from tests.e2e.device_guard import guarded
+    from vllm_specinfer import config
+
+    worker, launches = f"{__name__}.{InterpretedWorker.__name__}", {}
+    with (
+        mock.patch.object(config, "CPU_WORKER", worker),
+        # vLLM's K/V write asks for it to choose its launch.
+        mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
+        positions_as_captured(),
+        graphs_replayed() as passes,
+        guarded(launches) as guard,
+        counted(lambda: guard.num_reads) as steps,
+    ):
+        yield Counts(launches, steps, passes)
 
 
 @contextmanager

@@ -44,9 +44,11 @@ def prepare() -> None:
 def _mend() -> None:
     """Let Triton's interpreter run what it stumbles over."""
     import triton.runtime.interpreter as interpreter
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.metrics import logits
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
+    topk_topp_sampler.HAS_TRITON = False  # that kernel
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
