@@ -1,0 +1,100 @@
+"""Mixed requests for CUDA's path in Triton's interpreter: texts of plain decoding.
+
+    TRITON_INTERPRET=1 python -m tests.e2e.interpreted_soak --minutes 20
+
+Each round is an engine with asynchronous scheduling, other requests, other sources,
+another scheduler and few or many KV blocks. Not part of CI.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+import interpreter
+
+from tests.e2e.interpreted import LLM, TREE
+from tests.e2e.models import noisy_copy, tiny_llama, untrained_head
+from tests.e2e.soak import the_requests
+
+# These need a tokenizer.
+TEXT_ONLY = ("stop", "bad_words")
+NUM_REQUESTS = 8
+
+
+def main() -> None:
+    """Run rounds until the time is over; fails at the first wrong text."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    interpreter.prepare()
+    from tests.e2e import engine
+    from tests.e2e.interpreted_worker import cuda_path
+    from vllm_specinfer import plugin
+
+    os.environ.update(engine.ENV)
+    plugin.register()
+    folder = Path(tempfile.mkdtemp())
+    target = tiny_llama(folder / "target", seed=0)
+    ssm = noisy_copy(target, folder / "ssm", noise=0.05)
+    head = untrained_head(target, folder / "head")
+    few = {"model": target, "num_speculative_tokens": 2}
+    tree = {"tree": TREE, "num_speculative_tokens": 7}
+    sources = {
+        "one SSM": {"model": ssm, "tree": "2,2"},
+        "two SSMs": {"ssms": [ssm, few], **tree},
+        "naive": {"model": ssm, "verification": "naive", "tree": "2,2"},
+        "SSM and head": {"ssms": [ssm, head], **tree},
+        "SSM and lookup": {"ssms": [ssm, "ngram"], **tree},
+    }
+    end, seed = time.monotonic() + 60 * args.minutes, args.seed
+    while time.monotonic() < end:
+        rng = random.Random(seed)
+        name, spec = rng.choice(list(sources.items()))
+        options = {"scheduler": rng.choice(["static", "auto"])}
+        blocks = rng.choice([5, 7, 64])
+        llm = {**LLM, "max_num_seqs": 3, "num_gpu_blocks_override": blocks}
+        job = {
+            "llm": {"model": target, **llm},
+            "prompts": [r.prompt[:90] for r in the_requests(NUM_REQUESTS, seed)],
+            "params": [_params(r.params) for r in the_requests(NUM_REQUESTS, seed)],
+        }
+        (plain,) = engine._run_jobs([{**job, "plain_v2": True}])
+        config = {"method": "specinfer", **options, **spec}
+        with cuda_path() as counts:
+            (found,) = engine._run_jobs([{
+                **job,
+                "llm": {"model": target, **llm, "speculative_config": config},
+                "asynchronous": True,
+            }])  # fmt: skip
+        ahead = [step for step in counts.steps if step["ahead"]]
+        waits = sum(step["launch"] + step.get("verify", 0) for step in ahead)
+        print(
+            f"seed {seed}: {name}, {options['scheduler']}, {blocks} blocks: "
+            f"{len(counts.steps)} steps, {len(ahead)} ahead with {waits} waits, "
+            f"{found['preemptions']} preemptions, {found['drafts']} trees, "
+            f"{found['accepted']} nodes accepted",
+            flush=True,
+        )
+        for i, (text, right) in enumerate(
+            zip(found["tokens"], plain["tokens"], strict=True)
+        ):
+            assert text == right, (i, job["params"][i], text, right)
+        assert found["free_blocks"] == plain["free_blocks"]
+        assert waits == 0
+        seed += 1
+
+
+def _params(params: dict) -> dict:
+    """As many as fit, and nothing about text."""
+    kept = {k: v for k, v in params.items() if k not in TEXT_ONLY}
+    return {**kept, "max_tokens": min(params["max_tokens"], 30)}
+
+
+if __name__ == "__main__":
+    main()
