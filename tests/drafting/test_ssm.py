@@ -1,0 +1,182 @@
+"""What an SSM takes for read is in its K/V, whoever wrote it and heard of it when.
+
+Its passes are played: each row notes the text that it belongs to in the slot it writes.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.drafting.written import WrittenBlocks
+
+SLOTS, SIZE, MOST_BLOCKS, WINDOW = 2, 4, 20, 5
+MAX_LEN = SIZE * MOST_BLOCKS
+VOCAB = 3
+
+
+class Engine:
+    """Requests with texts of few tokens, so that they often begin alike.
+
+    A block keeps its K/V when its request is gone, and the next one in the slot may get
+    it as cached.
+    """
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        counts = np.zeros((1, SLOTS), np.int32)
+        gpu = torch.zeros(SLOTS, MOST_BLOCKS, dtype=torch.int32)
+        tables = SimpleNamespace(
+            block_tables=[SimpleNamespace(gpu=gpu)],
+            num_blocks=SimpleNamespace(np=counts),
+        )
+        ssm = self.ssm = NeuralSSM.__new__(NeuralSSM)
+        ssm.device, ssm.max_model_len = torch.device("cpu"), MAX_LEN
+        ssm._group_id, ssm._block_size = 0, SIZE
+        ssm._blocks = HostBlocks(tables, 0)
+        ssm._written = WrittenBlocks(SLOTS * MOST_BLOCKS, SIZE, SLOTS)
+        ssm._num_caught_up = np.zeros(SLOTS, np.int64)
+        ssm._follows = np.zeros(SLOTS, bool)
+        ssm._run_rows, ssm._last = self._run_rows, lambda *_: None
+        self.counts = counts
+        # By KV slot: the text whose last token's K/V is there.
+        self.memory = np.full(SLOTS * MAX_LEN, None, object)
+        self.texts = [[] for _ in range(SLOTS)]
+        self.unheard = []
+        # Steps that were followed, and cached rows that the SSM knew.
+        self.num_followed = self.num_cached = 0
+
+    def _run_rows(self, rows, states):
+        self.ssm._overwrite(rows.kv_slots)
+        owners = np.repeat(rows.slots, np.diff(rows.starts))
+        for slot, position, kv_slot, token in zip(
+            owners, rows.positions, rows.kv_slots, rows.tokens, strict=True
+        ):
+            text = tuple(self.texts[slot][: position + 1])
+            assert text[-1] == token
+            self.memory[kv_slot] = text
+
+    def kv_slot(self, slot, position):
+        block = self.ssm._blocks.table[slot, position // SIZE]
+        return block * SIZE + position % SIZE
+
+    def tokens(self):
+        found = np.zeros((SLOTS, MAX_LEN), np.int32)
+        for slot, text in enumerate(self.texts):
+            found[slot, : len(text)] = text
+        return found
+
+    def start(self, slot):
+        """Another request; blocks that hold the target's K/V of its text are kept."""
+        old = self.texts[slot]
+        new = self.rng.integers(VOCAB, size=self.rng.integers(1, 30)).tolist()
+        same = int(self.rng.integers(len(old) + 1))
+        new = (old[:same] + new)[: MAX_LEN // 2]
+        cached = min(same, len(new) - 1, len(old)) // SIZE * SIZE
+        blocks = self.ssm._blocks.table[slot].tolist()[: cached // SIZE]
+        own = range(slot * MOST_BLOCKS, (slot + 1) * MOST_BLOCKS)
+        free = [block for block in own if block not in blocks]
+        blocks += self.rng.permutation(free).tolist()
+        self.counts[0, slot] = len(blocks)
+        self.texts[slot] = new
+        self.unheard = [(s, *rest) for s, *rest in self.unheard if s != slot]
+        request = SimpleNamespace(
+            block_ids=[blocks], num_computed_tokens=cached, prefill_token_ids=new
+        )
+        self.ssm.start(slot, request)
+        self.num_cached += self.ssm.num_read(np.array([slot]))[0]
+
+    def step(self, most):
+        """Tokens come; the SSM follows them where it may, reads or sits out."""
+        slots = self.rng.permutation(SLOTS)[: self.rng.integers(1, SLOTS + 1)]
+        before = [len(self.texts[slot]) for slot in slots]
+        for slot in slots:
+            if len(self.texts[slot]) + WINDOW >= MAX_LEN:
+                self.start(slot)
+                return
+        for slot in slots:
+            count = int(self.rng.integers(1, most + 1))
+            self.texts[slot] += self.rng.integers(VOCAB, size=count).tolist()
+        lengths = np.array([len(self.texts[slot]) for slot in slots])
+        choice = self.rng.random()
+        if choice < 0.1:
+            self.ssm.fall_behind(slots)
+        elif choice < 0.7 and self.ssm.follows(slots, WINDOW):
+            self.follow(slots, before)
+        else:
+            self.hear(0)
+            if choice < 0.2:
+                self.ssm.skip(SimpleNamespace(slots=slots))
+                return
+            self.ssm.catch_up(
+                SimpleNamespace(
+                    slots=slots,
+                    growing=np.arange(len(slots)),
+                    num_tokens=lengths,
+                    all_token_ids=self.tokens(),
+                )
+            )
+
+    def follow(self, slots, before):
+        """What the device does: the last step's tokens, then scratch behind them."""
+        self.num_followed += 1
+        self.ssm.overwrite_unknown(slots)
+        for slot, first in zip(slots.tolist(), before, strict=True):
+            text = self.texts[slot]
+            for position in range(first, len(text)):
+                kv_slot = self.kv_slot(slot, position)
+                self.memory[kv_slot] = tuple(text[: position + 1])
+            for position in range(len(text), min(len(text) + 6, MAX_LEN)):
+                self.memory[self.kv_slot(slot, position)] = "scratch"
+            assert self.is_read(slot, len(text))
+            self.unheard.append((slot, len(text)))
+
+    def hear(self, left):
+        """The host hears of all follows but so many."""
+        while len(self.unheard) > left:
+            slot, length = self.unheard.pop(0)
+            self.ssm.has_read(slot, length, self.tokens()[slot])
+
+    def is_read(self, slot, num_rows):
+        text = self.texts[slot]
+        return all(
+            self.memory[self.kv_slot(slot, r)] == tuple(text[: r + 1])
+            for r in range(num_rows)
+        )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_counts_as_read_is_there(seed):
+    engine = Engine(seed)
+    for slot in range(SLOTS):
+        engine.start(slot)
+    for _ in range(150):
+        if engine.rng.random() < 0.05:
+            engine.start(int(engine.rng.integers(SLOTS)))
+        engine.step(WINDOW)
+        engine.hear(2)
+        for slot in range(SLOTS):
+            num_read = engine.ssm.num_read(np.array([slot]))[0]
+            assert num_read <= len(engine.texts[slot])
+            assert engine.is_read(slot, num_read)
+    assert engine.num_followed > 20
+    assert engine.num_cached > 0
+
+
+def test_a_block_whose_last_token_is_run_again_stays_known():
+    engine = Engine(0)
+    engine.start(0)
+    engine.texts[0] = text = [1, 2, 0, 1] * 2
+    step = SimpleNamespace(
+        slots=np.array([0]),
+        growing=np.array([0]),
+        num_tokens=np.array([len(text)]),
+        all_token_ids=engine.tokens(),
+    )
+    engine.ssm.catch_up(step)
+    engine.ssm.catch_up(step)
+    blocks = engine.ssm._blocks.table[0].tolist()
+    assert engine.ssm._written.start(1, blocks, text) == len(text)
