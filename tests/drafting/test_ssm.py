@@ -45,7 +45,7 @@ class Engine:
         # By KV slot: the text whose last token's K/V is there.
         self.memory = np.full(SLOTS * MAX_LEN, None, object)
         self.texts = [[] for _ in range(SLOTS)]
-        self.unheard = []
+        self.unheard, self.mode = [], "read"
         # Steps that were followed, and cached rows that the SSM knew.
         self.num_followed = self.num_cached = 0
 
@@ -69,17 +69,26 @@ class Engine:
             found[slot, : len(text)] = text
         return found
 
+    def next_tokens(self, position, count):
+        """Nearly always those of all texts at this position."""
+        usual = [(position + i) % VOCAB for i in range(count)]
+        if self.rng.random() < 0.95:
+            return usual
+        return self.rng.integers(VOCAB, size=count).tolist()
+
     def start(self, slot):
         """Another request; blocks that hold the target's K/V of its text are kept."""
         old = self.texts[slot]
-        new = self.rng.integers(VOCAB, size=self.rng.integers(1, 30)).tolist()
         same = int(self.rng.integers(len(old) + 1))
-        new = (old[:same] + new)[: MAX_LEN // 2]
+        new = old[: min(same, MAX_LEN // 2 - 1)]
+        new += self.next_tokens(len(new), int(self.rng.integers(1, 30)))
         cached = min(same, len(new) - 1, len(old)) // SIZE * SIZE
         blocks = self.ssm._blocks.table[slot].tolist()[: cached // SIZE]
         own = range(slot * MOST_BLOCKS, (slot + 1) * MOST_BLOCKS)
         free = [block for block in own if block not in blocks]
-        blocks += self.rng.permutation(free).tolist()
+        blocks += (
+            free if self.rng.random() < 0.7 else self.rng.permutation(free).tolist()
+        )
         self.counts[0, slot] = len(blocks)
         self.texts[slot] = new
         self.unheard = [(s, *rest) for s, *rest in self.unheard if s != slot]
@@ -99,18 +108,16 @@ class Engine:
                 return
         for slot in slots:
             count = int(self.rng.integers(1, most + 1))
-            self.texts[slot] += self.rng.integers(VOCAB, size=count).tolist()
+            self.texts[slot] += self.next_tokens(len(self.texts[slot]), count)
         lengths = np.array([len(self.texts[slot]) for slot in slots])
-        choice = self.rng.random()
-        if choice < 0.1:
+        if self.rng.random() < 0.15:
+            self.mode = self.rng.choice(["follow", "sit out", "read"])
+        if self.mode == "sit out":
             self.ssm.fall_behind(slots)
-        elif choice < 0.7 and self.ssm.follows(slots, WINDOW):
+        elif self.mode == "follow" and self.ssm.follows(slots, WINDOW):
             self.follow(slots, before)
         else:
             self.hear(0)
-            if choice < 0.2:
-                self.ssm.skip(SimpleNamespace(slots=slots))
-                return
             self.ssm.catch_up(
                 SimpleNamespace(
                     slots=slots,
@@ -153,8 +160,8 @@ def test_what_counts_as_read_is_there(seed):
     engine = Engine(seed)
     for slot in range(SLOTS):
         engine.start(slot)
-    for _ in range(150):
-        if engine.rng.random() < 0.05:
+    for _ in range(400):
+        if engine.rng.random() < 0.1:
             engine.start(int(engine.rng.integers(SLOTS)))
         engine.step(WINDOW)
         engine.hear(2)

@@ -30,13 +30,14 @@ def test_rows_positions_drafts_and_parents_are_the_hosts(seed):
     tokens = rng.integers(0, 1000, shape)
     computed = rng.integers(0, 1000, SLOTS)
     table, buffers = TreeTable(SLOTS, NODES), TreeBuffers(SLOTS, NODES, CPU)
-    table.write(
-        np.arange(SLOTS),
-        np.where(exists, tokens, NO_TOKEN),
-        np.where(exists, parents, ROOT),
-        computed,
-        [{} for _ in range(SLOTS)],
-    )
+    for smaller in (np.ones(shape, bool), exists):
+        table.write(
+            np.arange(SLOTS),
+            np.where(smaller, tokens, NO_TOKEN),
+            np.where(smaller, parents, ROOT),
+            computed,
+            [{} for _ in range(SLOTS)],
+        )
     tree = DeviceTree(
         torch.from_numpy(np.where(exists, tokens, 0)),
         torch.from_numpy(np.where(exists, parents, NO_NODE).astype(np.int32)),

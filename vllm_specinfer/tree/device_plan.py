@@ -24,14 +24,14 @@ class DevicePlan(StepRows):
     Attributes:
         batch: The step's batch.
         buffers: Where the trees live.
-        rows: [T] int64 slot and [T] int64 row of its tree for each flat row, and [T]
-            whether it is one; on the device.
+        rows: [T] int64 slot and [T] int64 row of its tree for each flat row, on the
+            device; rows that are in no tree are roots.
         num_computed: [R] int32 positions of the roots.
     """
 
     batch: InputBatch
     buffers: TreeBuffers
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    rows: tuple[torch.Tensor, torch.Tensor]
     num_computed: torch.Tensor
 
     @classmethod
@@ -65,7 +65,6 @@ class DevicePlan(StepRows):
             batch.idx_mapping.device,
             np.repeat(slots, counts).astype(np.int64),
             np.where(in_tree, local, 0),
-            in_tree,
         )
         return cls(
             is_tree=is_tree,
@@ -85,7 +84,7 @@ class DevicePlan(StepRows):
 
     def tree_rows(self, device: torch.device, num_rows: int) -> TreeRows:
         """As `StepPlan.tree_rows`."""
-        slots, local, _ = self.rows
+        slots, local = self.rows
         return TreeRows(
             stage(device, self.is_tree)[0],
             self.num_computed,
@@ -95,11 +94,10 @@ class DevicePlan(StepRows):
 
     def positions_on(self, device: torch.device) -> torch.Tensor:
         """[T] int64 positions of all rows; siblings share one."""
-        slots, local, in_tree = self.rows
+        slots, local = self.rows
         flat = self.batch.positions[: len(slots)]
         # A row's flat position is its root's and its place below it.
-        by_depth = flat - local + self.buffers.depths[slots, local]
-        return torch.where(in_tree, by_depth, flat)
+        return flat - local + self.buffers.depths[slots, local]
 
     def drafts_and_parents(
         self, device: torch.device

@@ -76,7 +76,7 @@ class TreeTable:
         rows = 1 + int((tokens != NO_TOKEN).sum(axis=1).max(initial=0))
         self.depths[slots, :rows] = node_depths(parents[:, : rows - 1])
         bits = ancestor_bits(parents[:, : rows - 1])
-        self.bits[slots, :rows] = 0
+        # Rows of these words see nothing in the others.
         self.bits[slots, :rows, : bits.shape[2]] = bits
         self.root_positions[slots] = root_positions
         for slot, of_request in zip(slots.tolist(), draws, strict=True):
