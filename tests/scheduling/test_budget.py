@@ -204,3 +204,40 @@ def test_all_levels_and_nodes_of_a_static_budget_pay():
     budget = Budget()
     assert budget.drafts(64) and budget.worth().expands(np.log([1e-9])).all()
     assert budget.least_score(np.log(np.full((4, 8), 1e-9)), True) == -np.inf
+
+
+@pytest.mark.parametrize("slope", [0.05e-3, 0.4e-3, 1e-3, 3e-3])
+@pytest.mark.parametrize("num_reqs", [1, 5])
+def test_trees_that_nobody_has_seen_get_the_usual_ones_best_number(slope, num_reqs):
+    budget = a_budget(10e-3, slope, 1e-3)
+    assert budget.nodes(num_reqs, 8) == 8  # nothing is known of trees
+    usual = np.array([0.8, 0.6, 0.45, 0.3, 0.2, 0.12, 0.06, 0.02])
+    for _ in range(50):
+        budget.observe_chances(np.log(np.tile(usual, (num_reqs, 1))), 8)
+    # All drafts cost the same: only verification's rows decide.
+    drafting = budget._draft_seconds(num_reqs)
+    rates = [
+        (1 + usual[:k].sum()) / (drafting + 10e-3 + slope * num_reqs * (k + 1))
+        for k in range(1, 9)
+    ]
+    # The fitted line and caution are a little off: so may be the number of nodes.
+    assert abs(budget.nodes(num_reqs, 8) - 1 - int(np.argmax(rates))) <= 1
+    assert budget.nodes(num_reqs, 2) == min(2, budget.nodes(num_reqs, 8))
+
+
+def test_chances_heard_of_late_are_those_seen_in_time():
+    early, late = a_budget(10e-3, 0.4e-3, 1e-3), a_budget(10e-3, 0.4e-3, 1e-3)
+    for chance in (0.6, 0.3):
+        scores = np.log([[chance, *[0.01] * 7], [0.2, *[0.02] * 7]])
+        early.least_score(scores, drafted=True)
+        late.observe_chances(scores, 8)
+    assert late.learned()["profile"] == early.learned()["profile"]
+
+
+def test_rows_that_follow_are_no_prompts():
+    budget = a_budget(10e-3, 0.4e-3, 1e-3)
+    known = budget._reading_seconds(1000)
+    budget.observe_draft(1, 1000, 0, 100e-3, follows=True)
+    assert budget._reading_seconds(1000) != pytest.approx(100e-3)
+    budget.observe_draft(1, 1000, 0, 100e-3)
+    assert budget._reading_seconds(1000) == pytest.approx(100e-3) != known
