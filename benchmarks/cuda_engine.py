@@ -9,7 +9,7 @@
 - equality_graphs: the same with CUDA graphs of verification and drafting, too.
 - equality_offload: the same with part of the target's weights in the host's memory.
 - waits: drafting, verification and what they prepare, with graphs, while torch raises
-  where the host waits for the device without being meant to.
+  where the host waits for the device without being meant to; and how often it means to.
 - steps: milliseconds of a decoding step by nodes per tree and by batch, with graphs.
 - steps_8b: the same of a target of --shape with random weights, Llama 3 8B's (P9).
 - busy: in which part of the time of such steps the device works (P10), with graphs.
@@ -27,8 +27,10 @@ import multiprocessing
 import os
 import random
 import statistics
+import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,8 @@ def waits(args: argparse.Namespace) -> str:
     import torch
     from vllm import SamplingParams
 
+    from vllm_specinfer import device
+    from vllm_specinfer.drafting.ahead import AheadDrafter
     from vllm_specinfer.model_state import TreeModelState
     from vllm_specinfer.speculator import TreeSpeculator
     from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
@@ -168,7 +172,17 @@ def waits(args: argparse.Namespace) -> str:
         for t in (0.0, 0.0, 1.0, 1.0)
     ]
     _texts(llm, prompts, params)  # compiles what is compiled on first use
-    calls = 0
+    calls, counts = 0, Counter()
+
+    def counted(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            # Who sends a step's output may wait.
+            counts[what] += threading.current_thread() is threading.main_thread()
+            return original(*given, **more)
+
+        setattr(owner, name, call)
 
     def strict(cls: type, name: str) -> None:
         original = getattr(cls, name)
@@ -185,12 +199,20 @@ def waits(args: argparse.Namespace) -> str:
 
         setattr(cls, name, call)
 
+    strict(TreeSpeculator, "propose")
     strict(TreeSpeculator, "draft")
     strict(DeviceTreeSampler, "__call__")
     strict(TreeModelState, "prepare_attn")
     strict(TreeModelState, "prepare_inputs")
+    counted(device, "_waited", "waits")
+    counted(TreeSpeculator, "propose", "steps")
+    counted(AheadDrafter, "launch", "ahead")
     _texts(llm, prompts, params)
-    return f"{calls} calls, none of which waited without being meant to\n"
+    return (
+        f"{calls} calls, none of which waited without being meant to\n"
+        f"{counts['steps']} steps, {counts['ahead']} of them drafted for ahead, with "
+        f"{counts['waits']} waits\n"
+    )
 
 
 def steps(args: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ from vllm_specinfer.worker import TreeWorker
 
 
 class SpecInferGPUWorker(TreeWorker):
-    """vLLM's GPU worker; the host waits for the walks of every step."""
+    """vLLM's GPU worker."""
 
     def init_device(self) -> None:
         """As `TreeWorker`.

@@ -207,7 +207,7 @@ class AheadSteps:
             with self.learning:
                 alive = np.flatnonzero(self._starts[slots] == starts).tolist()
                 self._learn(found, slots, alive, num_nodes)
-                sizes = found.is_node[:, :num_nodes].sum(axis=1)
+                sizes = found.is_node.sum(axis=1)
                 for i in alive:
                     self._num_nodes[int(slots[i])] = int(sizes[i])
                 first = np.isfinite(found.given).argmax(axis=1)

@@ -2,9 +2,10 @@
 
 How many nodes the next trees have nobody knows then, and not where the texts will end.
 The scheduler gives every request rows for all N nodes behind a text of which all nodes
-were accepted; the worker, which waits for the walks of the step before, drafts and runs
-the rows that there are (`TreeWorker.execute_model`). Only the host's part of a step
-is hidden that way: scheduling, and what becomes of the tokens.
+were accepted; the worker runs the rows that there are (`TreeWorker.execute_model`).
+Where it waits for the walks of the step before to draft, only the host's part of a step
+is hidden: scheduling, and what becomes of the tokens. Where it drafts ahead
+(`drafting/ahead_steps.py`), that is hidden, too.
 """
 
 from typing import Any

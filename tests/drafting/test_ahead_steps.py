@@ -1,0 +1,258 @@
+"""What is decided before a step is known, and what is learned of it afterwards."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specinfer.drafting import ahead_steps
+from vllm_specinfer.drafting.ahead import Found
+from vllm_specinfer.drafting.ahead_steps import AheadSteps
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.step_stats import (
+    BUDGET,
+    MEASURING,
+    NO_CANDIDATES,
+    SCHEDULE,
+    WorkerStats,
+)
+from vllm_specinfer.tree.on_device import NO_NODE, TreeBuffers
+from vllm_specinfer.tree.token_tree import ROOT
+
+SLOTS, NODES = 4, 3
+CPU = torch.device("cpu")
+NONE = -np.inf
+
+
+class Chosen(Budget):
+    """A budget that says what it is told to, and notes what it hears."""
+
+    grow = draft = True
+    size = NODES
+
+    def __init__(self):
+        self.steps, self.drafts_timed, self.chances, self.unread = [], [], [], []
+
+    def grows(self, num_reqs):
+        return self.grow
+
+    def drafts(self, num_reqs, unread=0, known=None):
+        self.unread.append(unread)
+        return self.draft
+
+    def nodes(self, num_reqs, most):
+        return min(self.size, most)
+
+    def observe_step(self, rows, seconds, trees):
+        self.steps.append((rows, trees))
+
+    def observe_draft(self, num_reqs, rows, levels, seconds, follows=False):
+        self.drafts_timed.append((num_reqs, rows, levels, follows))
+
+    def observe_chances(self, scores, num_nodes):
+        self.chances.append((scores, num_nodes))
+
+
+class Ssm:
+    """Follows as it is told to; notes who falls behind and what it has read."""
+
+    work = (0, 0)
+
+    def __init__(self):
+        self.ssm = self.on_device = self.levels = self
+        self.behind, self.read, self.grown = [], [], []
+
+    def draws(self, temperatures):
+        return bool((temperatures > 0.9).any())  # as if 1.0 were tested
+
+    def fall_behind(self, slots):
+        self.behind += slots.tolist()
+
+    def num_read(self, slots):
+        return np.full(len(slots), 7)
+
+    def has_read(self, slot, num_tokens, tokens):
+        assert tokens[0] == 100 + slot
+        self.read.append((slot, num_tokens))
+
+    def observe(self, scores):
+        self.grown.append(scores)
+
+
+class Drafter:
+    """Finds what it is told to."""
+
+    def __init__(self, ssms):
+        self.buffers = TreeBuffers(SLOTS, NODES, CPU)
+        self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
+        self.is_following, self.ssms = True, ssms
+        self.launched, self.num_heard = [], 0
+
+    def follows(self, slots):
+        return self.is_following
+
+    def launch(self, slots, num_new, roots):
+        self.launched.append(slots.tolist())
+        for ssm in self.ssms:
+            ssm.work = ssm.work[0] + 10, ssm.work[1] + 2
+
+        def found():
+            self.num_heard += 1
+            num_reqs = len(slots)
+            # A chain; the second node is the second SSM's. The last request has none.
+            parents = np.tile(np.array([ROOT, 0, 1], np.int32), (num_reqs, 1))
+            scores = np.tile(np.float32([-0.1, -0.2, -0.3]), (num_reqs, 1))
+            given = np.full((num_reqs, 2, NODES), NONE, np.float32)
+            given[:, 0, [0, 2]] = given[:, 1, 1:] = -0.5
+            if num_reqs > 1:
+                parents[-1], scores[-1], given[-1] = NO_NODE, NONE, NONE
+            lengths = np.array([20 + slot for slot in slots], np.int32)
+            return Found(lengths, parents, scores, given, (scores, scores))
+
+        return found
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Ahead steps with two SSMs; all that they talk to is an attribute."""
+    sources = SimpleNamespace(ssms=[Ssm(), Ssm()], notes={})
+    sources.note_found = lambda slot, *tree: sources.notes.update({slot: tree})
+    values = {"temperature": [0, 0.5, 1.0, 0], "seeds": [0] * 4, "top_k": [9] * 4}
+    values |= {"top_p": [1] * 4, "min_p": [0] * 4}
+    arrays = {k: SimpleNamespace(np=np.array(v)) for k, v in values.items()}
+    sampler = SimpleNamespace(sampling_states=SimpleNamespace(**arrays))
+    monkeypatch.setattr(
+        ahead_steps, "looks_back", lambda sampler, slots: np.isin(slots, sampler.back)
+    )
+    sampler.back = []
+    drafter, budget = Drafter(sources.ssms), Chosen()
+    tokens = np.arange(SLOTS)[:, None] + np.full((SLOTS, 30), 100)
+    result = AheadSteps(
+        drafter,
+        sources,
+        budget,
+        sampler,
+        torch.zeros(SLOTS, dtype=torch.int32),
+        lambda: tokens,
+        ["one", "two"],
+    )
+    result.drafter, result.budget, result.sources = drafter, budget, sources
+    result.sampler = sampler
+    return result
+
+
+def a_batch(slots, nodes=0, **more):
+    """Decoding requests `r<slot>`, each with so many nodes that were verified."""
+    count = len(slots)
+    return SimpleNamespace(
+        **{"has_prefill": False, "has_structured_output_reqs": False, **more},
+        idx_mapping=torch.tensor(slots),
+        idx_mapping_np=np.array(slots),
+        req_ids=[f"r{slot}" for slot in slots],
+        num_reqs=count,
+        num_tokens=count * (nodes + 1),
+        num_computed_tokens_np=np.full(count, 10),
+        num_scheduled_tokens=np.full(count, nodes + 1),
+    )
+
+
+def draft(steps, batch, most=NODES):
+    stats = WorkerStats()
+    ones = torch.ones(batch.num_reqs, dtype=torch.int32)
+    return steps.draft(batch, ones, most, stats), stats
+
+
+def test_steps_that_need_the_host_are_not_taken(steps):
+    assert steps.takes(a_batch([0, 1, 3]))
+    assert not steps.takes(a_batch([0], has_prefill=True))
+    assert not steps.takes(a_batch([0], has_structured_output_reqs=True))
+    assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
+    steps.sampler.back = [3]
+    assert not steps.takes(a_batch([0, 3]))
+    assert steps.takes(a_batch([0, 1]))
+
+
+def test_all_requests_get_rows_for_the_usual_tree(steps):
+    steps.budget.size = 2
+    tokens, stats = draft(steps, a_batch([3, 0]))
+    assert tokens[:, 0].tolist() == [3, 0]
+    assert steps.sizes == {"r3": 2, "r0": 2}
+    assert steps.drafter.num_heard == 0 and not stats.drafted
+    steps.hear()
+    steps.hear()
+    assert steps.drafter.num_heard == 1
+    # The third node has no row; the second is the second SSM's alone.
+    assert stats.drafted == {"one": 1, "two": 1}
+    assert stats.reasons == {"r0": NO_CANDIDATES}
+    parents, given = steps.sources.notes[3]
+    assert parents.tolist() == [ROOT, 0, NO_NODE]
+    assert np.isfinite(given).tolist() == [[True, False, False], [False, True, False]]
+    assert [ssm.read for ssm in steps.sources.ssms] == [[(3, 23), (0, 20)]] * 2
+    ((scores, num_nodes),) = steps.budget.chances
+    assert scores.shape == (2, NODES) and num_nodes == 2
+    # Of the rows that were scheduled these were nodes.
+    assert steps.num_nodes(3, 2) == 2 and steps.num_nodes(0, 2) == 0
+    assert steps.num_nodes(3, 1) == 1 and steps.num_nodes(1, 2) == 2
+
+
+def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps):
+    draft(steps, a_batch([3, 1]))
+    hear = steps.hear
+    steps.start(3, "other")
+    draft(steps, a_batch([1]))
+    hear()
+    assert [slot for slot, _ in steps.sources.ssms[0].read] == [1]
+    assert list(steps.sources.notes) == [1]
+
+
+def test_a_request_that_begins_anew_has_no_tree(steps):
+    draft(steps, a_batch([3, 1]))
+    steps.start(2, "r3")
+    assert steps.sizes == {"r1": NODES}
+    batch = a_batch([3, 1], NODES)
+    batch.num_draft_tokens_per_req = np.full(2, NODES, np.int32)
+    batch.query_start_loc_np = np.array([0, 4, 8], np.int32)
+    batch.positions = torch.arange(8)
+    assert steps.plan(batch).is_tree.tolist() == [False, True]
+    steps.stop()
+    assert steps.plan(batch) is None and steps.sizes is None
+
+
+def test_where_the_ssms_have_more_to_read_the_host_drafts(steps):
+    steps.drafter.is_following = False
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found is None and not steps.drafter.launched
+    # 12 tokens with the last step's new one, 7 of which each SSM has read.
+    assert steps.budget.unread == [2 * 2 * 5]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("reason", [SCHEDULE, MEASURING, BUDGET])
+def test_a_step_without_trees_is_nobodys_to_wait_for(steps, reason, follows):
+    steps.drafter.is_following = follows
+    steps.budget.grow, steps.budget.draft = reason != MEASURING, reason != BUDGET
+    found, stats = draft(steps, a_batch([3, 0]), 0 if reason == SCHEDULE else NODES)
+    assert found.shape == (2, NODES) and steps.sizes == {}
+    assert stats.reasons == {"r3": reason, "r0": reason}
+    assert [ssm.behind for ssm in steps.sources.ssms] == [[3, 0]] * 2
+    steps.hear()
+    assert steps.drafter.num_heard == 0 and not steps.drafter.launched
+
+
+def test_steps_and_drafts_that_follow_each_other_are_timed(steps):
+    draft(steps, a_batch([3, 0]))
+    draft(steps, a_batch([3, 0], NODES))
+    steps.budget.draft = False
+    draft(steps, a_batch([3, 0], NODES))
+    draft(steps, a_batch([3, 0]))
+    draft(steps, a_batch([3, 0]))
+    # Nobody knows what ran before the first step; the last one is not yet told.
+    assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
+    assert steps.budget.steps == [(8, True), (8, True), (2, False)]
+    steps.start(1, "r1")
+    draft(steps, a_batch([3, 0, 1]))
+    draft(steps, a_batch([3, 0, 1]))
+    draft(steps, a_batch([3, 0, 1]))
+    # A step that a request has begun in is nobody's either.
+    assert steps.budget.steps[3:] == [(2, False), (3, False)]
