@@ -92,6 +92,8 @@ class TreeModelState(DefaultModelState):
         # What the last walks have accepted. Who sends a step's output may be another
         # thread than who runs the next one.
         self.hear: Callable[[], Accepted] = dict
+        # The last batch that was walked down on the device, and its paths.
+        self._walked: tuple[InputBatch | None, torch.Tensor | None] = (None, None)
         self._block_tables: BlockTables | None = None
         # Per KV cache group that has layers of the target.
         self._commits: dict[int, CommitPaths | CommitWalks] = {}
@@ -215,6 +217,14 @@ class TreeModelState(DefaultModelState):
                 commit(self._block_tables.slot_mappings[group_id], roots, paths)
         self._on_time(COMMIT, time.perf_counter() - started)
 
+    def path_of(self, input_batch: InputBatch) -> torch.Tensor:
+        """[R, N] accepted rows of a batch from depth 1 down, as `commit_walks` got
+        them; N = 1 and any where it has no trees."""
+        batch, path = self._walked
+        if batch is input_batch:
+            return path
+        return torch.zeros_like(input_batch.idx_mapping)[:, None]
+
     def commit_walks(
         self, input_batch: InputBatch, path: torch.Tensor, count: torch.Tensor
     ) -> Callable[[], Accepted]:
@@ -229,6 +239,7 @@ class TreeModelState(DefaultModelState):
             `hear`: waits for what they have accepted.
         """
         started = time.perf_counter()
+        self._walked = input_batch, path
         first = input_batch.query_start_loc[: len(path)]
         for group_id, commit in self._commits.items():
             commit(self._block_tables.slot_mappings[group_id], first, path, count)

@@ -29,7 +29,8 @@ from vllm_specinfer.device import read, stage, token_rows
 from vllm_specinfer.drafting.blocks import BlockIds
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.sources import Decision, SourceSet
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
 from vllm_specinfer.model_state import OnVerified, TreeModelState
 from vllm_specinfer.options import TESTS_DRAWS
@@ -52,7 +53,7 @@ class DraftRequest:
     num_sampled: torch.Tensor
     states: torch.Tensor | None
     num_nodes: int | None
-    decided: bool
+    decided: Decision | None
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -97,8 +98,9 @@ class TreeSpeculator(DraftModelSpeculator):
         # Since the last step a request has started: the engine may have been idle.
         self._started = False
         self._memory: BudgetMemory | None = None
-        # By slot: the accepted nodes of the step that is being verified.
-        self._accepted: dict[int, list[int]] = {}
+        # By slot: the accepted nodes of its last tree, and what was counted with it.
+        self._accepted: dict[int, tuple[WorkerStats, list[int]]] = {}
+        self._model_state: TreeModelState | None = None
         # The trees of the last batch by request id, where the host has drafted them.
         self.trees: dict[str, TokenTree] = {}
         self._ahead: AheadSteps | None = None
@@ -198,6 +200,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
         vLLM's own version builds all groups with one config; SSMs differ in theirs.
         """
+        self._model_state = model_state
         bound = [
             source.bind(kv_cache_config, block_tables) for source in self.sources.ssms
         ]
@@ -243,7 +246,7 @@ class TreeSpeculator(DraftModelSpeculator):
         accepted: list[int],
         num_nodes: int,
     ) -> None:
-        self._accepted[slot] = accepted
+        self._accepted[slot] = stats, accepted
         found = self.sources.observe(slot, accepted)
         stats.accepted[req_id] = [self._names[q] for q in found]
         stats.num_nodes[req_id] = num_nodes
@@ -300,19 +303,18 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             self.dummy_seconds = time.perf_counter() - started
         else:
-            decided = False
-            if self._ahead is not None and self._ahead.takes(input_batch):
-                found = self._draft_ahead(
-                    input_batch, num_sampled, num_speculative_tokens
-                )
-                if found is not None:
-                    return found
-                decided = True
-            states = None
+            states, decided = None, None
             if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)
             elif self._reads_states:
                 states = last_hidden_states
+            if self._ahead is not None and self._ahead.takes(input_batch):
+                found = self._draft_ahead(
+                    input_batch, num_sampled, states, num_speculative_tokens
+                )
+                if isinstance(found, torch.Tensor):
+                    return found
+                decided = found
             self._asked = DraftRequest(
                 input_batch, num_sampled, states, num_speculative_tokens, decided
             )
@@ -325,13 +327,25 @@ class TreeSpeculator(DraftModelSpeculator):
         return self._asked is not None
 
     def _draft_ahead(
-        self, input_batch: InputBatch, num_sampled: torch.Tensor, most: int | None
-    ) -> torch.Tensor | None:
+        self,
+        input_batch: InputBatch,
+        num_sampled: torch.Tensor,
+        states: torch.Tensor | None,
+        most: int | None,
+    ) -> torch.Tensor | Decision:
         """As `AheadSteps.draft`."""
         started = time.perf_counter()
         most = self.num_speculative_steps if most is None else most
-        found = self._ahead.draft(input_batch, num_sampled, most, self._drafting)
-        if found is not None:
+        if states is not None:
+            states = TargetStates(
+                states,
+                input_batch.query_start_loc[: input_batch.num_reqs],
+                self._model_state.path_of(input_batch),
+            )
+        found = self._ahead.draft(
+            input_batch, num_sampled, states, most, self._drafting
+        )
+        if isinstance(found, torch.Tensor):
             self.trees, self._trusts_clock = {}, False
             self._drafting.seconds[DRAFT] += time.perf_counter() - started
         return found
@@ -449,8 +463,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         rows = []
         for slot, start, count in zip(slots.tolist(), starts, counts, strict=True):
-            path = self._accepted.get(slot)
-            below = range(count - 1) if path is None else path
-            rows.append(start + np.array([0, *(node + 1 for node in below)]))
-        self._accepted.clear()
+            of_step, path = self._accepted.pop(slot, (None, None))
+            if of_step is not self._verifying:
+                path = range(count - 1)
+            rows.append(start + np.array([0, *(node + 1 for node in path)]))
         return np.concatenate(rows)

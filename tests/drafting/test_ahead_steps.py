@@ -58,6 +58,7 @@ class Ssm:
     """Follows as it is told to; notes who falls behind and what it has read."""
 
     work = (0, 0)
+    reads_states = False
 
     def __init__(self):
         self.ssm = self.on_device = self.levels = self
@@ -92,7 +93,7 @@ class Drafter:
     def follows(self, slots):
         return self.is_following
 
-    def launch(self, slots, num_new, roots):
+    def launch(self, slots, num_new, roots, states):
         self.launched.append(slots.tolist())
         for ssm in self.ssms:
             ssm.work = ssm.work[0] + 10, ssm.work[1] + 2
@@ -160,7 +161,7 @@ def a_batch(slots, nodes=0, **more):
 def draft(steps, batch, most=NODES):
     stats = WorkerStats()
     ones = torch.ones(batch.num_reqs, dtype=torch.int32)
-    return steps.draft(batch, ones, most, stats), stats
+    return steps.draft(batch, ones, None, most, stats), stats
 
 
 def test_steps_that_need_the_host_are_not_taken(steps):
@@ -222,7 +223,7 @@ def test_a_request_that_begins_anew_has_no_tree(steps):
 def test_where_the_ssms_have_more_to_read_the_host_drafts(steps):
     steps.drafter.is_following = False
     found, _ = draft(steps, a_batch([3, 0]))
-    assert found is None and not steps.drafter.launched
+    assert found == (True, True) and not steps.drafter.launched
     # 12 tokens with the last step's new one, 7 of which each SSM has read.
     assert steps.budget.unread == [2 * 2 * 5]
 
@@ -238,6 +239,17 @@ def test_a_step_without_trees_is_nobodys_to_wait_for(steps, reason, follows):
     assert [ssm.behind for ssm in steps.sources.ssms] == [[3, 0]] * 2
     steps.hear()
     assert steps.drafter.num_heard == 0 and not steps.drafter.launched
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_head_that_sits_out_has_states_to_keep(steps, grow):
+    steps._reads_states = True
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found.shape == (2, NODES)
+    steps.budget.grow, steps.budget.draft = grow, False
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found == (grow, False)
+    assert not steps.sources.ssms[0].behind
 
 
 def test_steps_and_drafts_that_follow_each_other_are_timed(steps):

@@ -9,6 +9,7 @@ speculation counts.
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -354,10 +355,12 @@ def _run_jobs(jobs: list[dict]) -> list[dict]:
         with (
             _mutation(job.get("mutation")),
             _branches(job) as branches,
+            _scores() as scores,
             _runner(job.get("plain_v2", False)),
             _scheduling(job.get("asynchronous", False)),
         ):
-            results.append({**_generate(job), "branches": sum(branches)})
+            counted = {"branches": sum(branches), "scores": scores}
+            results.append({**_generate(job), **counted})
     # As JSON has them: keys are strings, tuples are lists.
     return json.loads(json.dumps(results))
 
@@ -414,6 +417,25 @@ def _branches(job: dict) -> Iterator[list[bool]]:
         return commit(self, batch, accepted)
 
     with mock.patch.object(TreeModelState, "commit", counted):
+        yield found
+
+
+@contextlib.contextmanager
+def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
+    """Fills a list: of each verified tree the parents, and what all sources gave."""
+    from vllm_specinfer.drafting.sources import SourceSet
+
+    observe, found = SourceSet.observe, []
+
+    def observed(self, slot, accepted):
+        if slot in self._given:  # not in vLLM's warm-up
+            parents, given, _ = self._given[slot]
+            is_node = (given > -math.inf).any(axis=0)
+            sums = given[:, is_node].clip(min=-1e3).sum(axis=0)
+            found.append((parents[is_node].tolist(), sums.tolist()))
+        return observe(self, slot, accepted)
+
+    with mock.patch.object(SourceSet, "observe", observed):
         yield found
 
 

@@ -63,17 +63,22 @@ def main() -> None:
             ("mss", sampled, {"model": ssm, "verification": "mss"}),
             (
                 "two",
-                {**greedy, "prompts": PROMPTS[:1]},
+                {**greedy, "prompts": PROMPTS[:1], "asynchronous": True},
                 {"ssms": [ssm, head], "tree": TREE},
             ),
-            ("eagle", greedy, {"model": head, "tree": "2,1,2"}),
+            (
+                "eagle",
+                {**greedy, "asynchronous": True},
+                {"model": head, "tree": "2,1,2"},
+            ),
         )
     }
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "sampled": {**plain, **sampled}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
-    on_cpu |= {name: jobs[name] for name in ("mss", "coupled", "two", "eagle")}
+    for name in ("mss", "coupled", "two", "eagle"):
+        on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
     with cuda_path() as counts:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))

@@ -57,6 +57,11 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
     for name in ("coupled", "two", "eagle", "ahead"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
+        # Beside them warm-up's, and those of requests that ended meanwhile.
+        trees = iter(found[name]["scores"])
+        for parents, scores in of_cpu[name]["scores"]:
+            near = pytest.approx(scores, abs=1e-3)
+            assert any(tree == [parents, near] for tree in trees)
     ahead, on_cpu = found["ahead"]["metrics"], of_cpu["ahead"]["metrics"]
     for ssm in ("ssm0", "ssm1"):
         assert ahead[f"drafted_nodes {ssm}"] > 3

@@ -18,8 +18,8 @@ from vllm_specinfer.device import read_later
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs
 from vllm_specinfer.drafting.graphs import graph_sizes
-from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.tree.on_device import (
     NO_NODE,
     DeviceCandidates,
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 class AheadDrafter:
-    """Drafts by the SSMs alone.
+    """Drafts by SSMs and heads alone.
 
     Attributes:
         buffers: Where the trees are.
@@ -94,7 +94,11 @@ class AheadDrafter:
         return all(source.on_device.follows(slots) for source in self._ssms)
 
     def launch(
-        self, slots: np.ndarray, num_new: torch.Tensor, roots: DraftRows
+        self,
+        slots: np.ndarray,
+        num_new: torch.Tensor,
+        roots: DraftRows,
+        states: TargetStates | None,
     ) -> Callable[[], Found]:
         """Draft for R requests.
 
@@ -102,12 +106,13 @@ class AheadDrafter:
             slots: [R] request slots.
             num_new: [R] tokens of their last step, on the device.
             roots: Their parameters.
+            states: Of their last step, which heads read.
 
         Returns:
             Waits for what was found.
         """
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
-        levels = [source.follow(slots, num_new, roots) for source in self._ssms]
+        levels = [source.follow(slots, num_new, roots, states) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
         outputs, replay = self._finishes[graphs[0].num_reqs, draws]
         replay()
@@ -155,10 +160,5 @@ def can_draft_ahead(sources: SourceSet) -> bool:
     return (
         bool(sources.ssms)
         and not sources.lookups
-        and all(_goes_on_alone(source) for source in sources.ssms)
+        and all(source.predictor is None for source in sources.ssms)
     )
-
-
-def _goes_on_alone(source: NeuralSource) -> bool:
-    # A predictor is the host's, and so are the target's states that a head reads.
-    return source.predictor is None and source.ssm.no_states(1) is None

@@ -3,8 +3,8 @@
 With asynchronous scheduling a step that has nothing but decoding requests, whose trees
 come from SSMs in graphs, is drafted for as soon as it is launched. All other steps wait
 for the device (`TreeSpeculator.draft`): those with prompts, grammars, processors that
-look back or draws that are tested, and those after which the SSMs have to read what
-they have sat out.
+look back or draws that are tested, those after which the SSMs have to read what they
+have sat out, and those that heads sit out, which keep the target's states until then.
 
 Dimension legend: S request slots, B requests of the batch, N nodes per request.
 """
@@ -20,7 +20,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import Once
 from vllm_specinfer.drafting.ahead import AheadDrafter, Found
 from vllm_specinfer.drafting.rows import root_rows
-from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.sources import Decision, SourceSet
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.device_clock import DeviceClock
 from vllm_specinfer.scheduling.step_stats import (
@@ -72,6 +73,7 @@ class AheadSteps:
         self._num_computed = num_computed
         self._tokens = tokens
         self._names = names
+        self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
         self._clock = DeviceClock(num_computed.device)
         # By slot how many requests have started in it.
         self._starts = np.zeros(len(num_computed), np.int64)
@@ -109,37 +111,43 @@ class AheadSteps:
         self,
         batch: InputBatch,
         num_new: torch.Tensor,
+        states: TargetStates | None,
         most: int,
         stats: WorkerStats,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Decision:
         """Draft for a step, or decide that it gets no trees.
 
         Args:
             batch: The batch just verified.
             num_new: [B] int32 tokens that it has brought, on the device.
+            states: The target's, where heads read them.
             most: Nodes of a tree in the next step.
             stats: Of the next step.
 
         Returns:
-            [B, N] int64 tokens of the nodes; None where it is to be drafted for, but
-            the SSMs have more to read than this step's tokens.
+            [B, N] int64 tokens of the nodes; what has been decided where the host goes
+            on: the SSMs have more to read than this step's tokens, or sit out and have
+            states to keep.
         """
         slots, num_reqs = batch.idx_mapping_np, batch.num_reqs
         with self.learning:
             self._time_step(batch)
             follows = self._drafter.follows(slots)
-            reason = self._reason(batch, most, follows)
-            if reason is None and not follows:
-                return None
+            decided = self._decided(batch, most, follows)
+            if (decided.asks and not follows) or (
+                not decided.asks and self._reads_states
+            ):
+                return decided
             self.hear = _nothing
             self.sizes = {}
-            if reason is None:
+            if decided.asks:
                 num_nodes = self._budget.nodes(num_reqs, most)
                 self.sizes = dict.fromkeys(batch.req_ids, num_nodes)
-                self.hear = self._launch(batch, num_new, num_nodes, stats)
+                self.hear = self._launch(batch, num_new, states, num_nodes, stats)
             else:
                 for source in self._sources.ssms:
                     source.ssm.fall_behind(slots)
+                reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
                 stats.reasons = dict.fromkeys(batch.req_ids, reason)
         return self._drafter.buffers.tokens[batch.idx_mapping]
 
@@ -154,13 +162,10 @@ class AheadSteps:
         """How many of so many rows were nodes of the tree that was heard of last."""
         return min(scheduled, self._num_nodes.get(slot, scheduled))
 
-    def _reason(self, batch: InputBatch, most: int, follows: bool) -> str | None:
-        """Why the next step gets no trees; None where it does."""
+    def _decided(self, batch: InputBatch, most: int, follows: bool) -> Decision:
         num_reqs = batch.num_reqs
-        if not most:
-            return SCHEDULE
-        if not self._budget.grows(num_reqs):
-            return MEASURING
+        if not most or not self._budget.grows(num_reqs):
+            return Decision(grows=False, asks=False)
         unread = num_reqs
         if not follows:
             # At most; exact where there were no trees.
@@ -168,7 +173,7 @@ class AheadSteps:
             slots = batch.idx_mapping_np
             ssms = [source.ssm for source in self._sources.ssms]
             unread = sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
-        return None if self._budget.drafts(num_reqs, unread) else BUDGET
+        return Decision(grows=True, asks=self._budget.drafts(num_reqs, unread))
 
     def _time_step(self, batch: InputBatch) -> None:
         """The step's verification has been launched."""
@@ -185,6 +190,7 @@ class AheadSteps:
         self,
         batch: InputBatch,
         num_new: torch.Tensor,
+        states: TargetStates | None,
         num_nodes: int,
         stats: WorkerStats,
     ) -> Once[None]:
@@ -193,7 +199,7 @@ class AheadSteps:
         before = np.sum([source.work for source in ssms], axis=0)
         # The positions of roots are the device's.
         roots = root_rows(self._sampler.sampling_states, slots, np.zeros(num_reqs, int))
-        wait = self._drafter.launch(slots, num_new, roots)
+        wait = self._drafter.launch(slots, num_new, roots, states)
         rows, levels = np.sum([source.work for source in ssms], axis=0) - before
         self._clock.lap(
             lambda seconds: budget.observe_draft(

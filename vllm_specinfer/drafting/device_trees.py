@@ -22,6 +22,7 @@ from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.drafting.graphs import GraphShape, PassRows, StaticPass, graph_sizes
 from vllm_specinfer.drafting.growth import level_words
 from vllm_specinfer.drafting.ssm import NeuralSSM
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.coupled import coupled_children
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Worth
@@ -173,6 +174,7 @@ class DeviceTrees:
         slots: np.ndarray,
         num_new: torch.Tensor,
         roots: DraftRows,
+        states: TargetStates | None,
         correction: tuple[float, float],
         worth: Worth,
     ) -> int:
@@ -184,6 +186,7 @@ class DeviceTrees:
             slots: [R] request slots.
             num_new: [R] tokens of the last step, on the device.
             roots: The requests' parameters; their positions do not matter.
+            states: Of the last step; a head reads them.
             correction: `Calibration.line`.
             worth: Of expanding nodes.
 
@@ -193,7 +196,7 @@ class DeviceTrees:
         graphs = self.of(len(slots), roots.temperatures.any())
         graphs.fill(self._inputs(slots, roots, correction))
         self._ssm.overwrite_unknown(slots)
-        graphs.catch_up(num_new)
+        graphs.catch_up(num_new, states)
         self._ssm.num_rows += graphs.num_reqs * self._window
         return self._run(graphs, worth, len(slots))
 
@@ -267,20 +270,17 @@ class TreeGraphs:
         for depth in range(1, len(sizes)):
             launches.append(lambda depth=depth: self._expand(depth))
         self._replays = [ssm.captured(launch)[1] for launch in launches]
-        self._catch_up_replay: Callable[[], None] | None = None
-        if self._own[0] is None:
-            # [R] tokens that the requests' last step has brought.
-            self._num_new = torch.zeros_like(self._context)
-            self._window = torch.arange(window, device=device)
-            shape = GraphShape(num_reqs, window, 1)
-            rows = PassRows.level(shape)._replace(is_tree=np.zeros(num_reqs, bool))
-            self._catch_up_pass = ssm.static_pass(shape, rows)
-            self._catch_up_replay = ssm.captured(self._catch_up)[1]
-
-    @property
-    def can_catch_up(self) -> bool:
-        """A head reads states of the target, which no graph has."""
-        return self._catch_up_replay is not None
+        # [R] tokens that the requests' last step has brought.
+        self._num_new = torch.zeros_like(self._context)
+        self._window = torch.arange(window, device=device)
+        shape = GraphShape(num_reqs, window, 1)
+        rows = PassRows.level(shape)._replace(is_tree=np.zeros(num_reqs, bool))
+        self._catch_up_pass = ssm.static_pass(shape, rows)
+        # [R * T, D] that a head reads then.
+        self._target_states: torch.Tensor | None = None
+        if ssm.reads_states:
+            self._target_states = ssm.target_states(num_reqs * window)
+        self._catch_up_replay = ssm.captured(self._catch_up)[1]
 
     def num_rows(self, num_levels: int) -> int:
         """Rows of a request in so many levels."""
@@ -296,9 +296,13 @@ class TreeGraphs:
         if self._own[0] is not None:
             self._own[0][: len(hidden)].copy_(self._ssm.own_states)
 
-    def catch_up(self, num_new: torch.Tensor) -> None:
+    def catch_up(self, num_new: torch.Tensor, states: TargetStates | None) -> None:
         """Launch the pass over the tokens of the last step, [R] of each request."""
         self._num_new[: len(num_new)].copy_(num_new)
+        if self._target_states is not None:
+            window = len(self._window)
+            last = states.last(num_new, window).flatten(0, 1)
+            self._target_states[: len(last)].copy_(last)
         self._catch_up_replay()
 
     def run(self, num_levels: int) -> None:
@@ -320,7 +324,7 @@ class TreeGraphs:
         """Run the last rows of each text; only new ones write K/V."""
         inputs, ssm = self.inputs, self._ssm
         rows, num_rows = self._catch_up_pass.rows, len(self._window)
-        end = self._texts.lengths[inputs.slots].long()[:, None]
+        end = self._texts.lengths[inputs.slots].long()[:, None] - ssm.lookahead
         back = num_rows - self._window
         positions = (end - back).clamp_min(0)
         new = inputs.grows[:, None] & (back <= self._num_new[:, None])
@@ -328,12 +332,18 @@ class TreeGraphs:
         rows.slots.copy_(inputs.slots)
         rows.seq_lens.copy_(end[:, 0].clamp_min(num_rows))
         rows.tokens.copy_(
-            self._texts.tokens[inputs.slots[:, None], positions].flatten()
+            self._texts.tokens[
+                inputs.slots[:, None], positions + ssm.lookahead
+            ].flatten()
         )
         rows.positions.copy_(positions.flatten())
         rows.kv_slots.copy_(torch.where(new, kv_slots, PAD_SLOT_ID).flatten())
-        hidden, *_ = self._catch_up_pass.launch()
-        self._hidden.copy_(hidden.view(self.num_reqs, num_rows, -1)[:, -1])
+        if self._target_states is not None:
+            self._catch_up_pass.states.copy_(ssm.combined(self._target_states))
+        hidden, *own = self._catch_up_pass.launch()
+        self._hidden.copy_(hidden.unflatten(0, (-1, num_rows))[:, -1])
+        if own:
+            self._own[0].copy_(own[0].unflatten(0, (-1, num_rows))[:, -1])
         return ()
 
     def _start(self) -> tuple:

@@ -29,6 +29,7 @@ class EagleHead(NeuralSSM):
     """One EAGLE or EAGLE-3 head."""
 
     lookahead = 1
+    reads_states = True
 
     def __init__(
         self,
@@ -87,13 +88,14 @@ class EagleHead(NeuralSSM):
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             kept = self._kept.pop(slot, [])
             lost = count - sum(map(len, kept))
-            parts += [self._zeros(lost), *kept]
-        return self._combined(torch.cat(parts))
+            parts += [self.target_states(lost), *kept]
+        return self.combined(torch.cat(parts))
 
-    def _zeros(self, num_rows: int) -> torch.Tensor:
+    def target_states(self, num_rows: int) -> torch.Tensor:
+        """[F, D] zeros."""
         return torch.zeros(num_rows, self._width, dtype=self._dtype, device=self.device)
 
-    def _combined(self, states: torch.Tensor) -> torch.Tensor:
+    def combined(self, states: torch.Tensor) -> torch.Tensor:
         """[F, H] of [F, D]: EAGLE-3 mixes the states of several layers."""
         combine = getattr(self.model, "combine_hidden_states", None)
         return states if combine is None else combine(states)
@@ -117,7 +119,7 @@ class EagleHead(NeuralSSM):
 
     def no_states(self, num_rows: int) -> torch.Tensor:
         """[F, H] zeros."""
-        return self._combined(self._zeros(num_rows))
+        return self.combined(self.target_states(num_rows))
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor:
         return self._own[stage(self.device, frontier.parents)[0]]

@@ -15,6 +15,7 @@ from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.steps import TreeSteps
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -134,11 +135,21 @@ class NeuralSource:
         )
         return lambda: Proposal(found(), [{} for _ in slots])
 
-    def follow(self, slots: np.ndarray, num_new: torch.Tensor, roots: DraftRows) -> int:
+    def follow(
+        self,
+        slots: np.ndarray,
+        num_new: torch.Tensor,
+        roots: DraftRows,
+        states: TargetStates | None,
+    ) -> int:
         """As `begin` where nobody waits; see `DeviceTrees.follow`."""
-        worth = self._budget.worth()
         return self.on_device.follow(
-            slots, num_new, roots, self.calibration.line, worth
+            slots,
+            num_new,
+            roots,
+            states,
+            self.calibration.line,
+            self._budget.worth(),
         )
 
     def draws(self, temperatures: np.ndarray) -> bool:

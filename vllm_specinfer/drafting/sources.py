@@ -60,6 +60,18 @@ class Drafts(NamedTuple):
     reasons: dict[int, str]
 
 
+class Decision(NamedTuple):
+    """What is done about trees in a step.
+
+    Attributes:
+        grows: There may be some.
+        asks: The SSMs are asked.
+    """
+
+    grows: bool
+    asks: bool
+
+
 class SourceSet:
     """Lookups cost next to nothing and go first; SSMs add what they cannot know."""
 
@@ -111,27 +123,36 @@ class SourceSet:
             lookup.forget()
 
     def propose(
-        self, step: DraftStep, most: int | None = None, decided: bool = False
+        self,
+        step: DraftStep,
+        most: int | None = None,
+        decided: Decision | None = None,
     ) -> Drafts:
         """The trees of R requests.
 
         Args:
             step: What they know.
             most: Nodes of a tree in this step, fewer than N; None for N.
-            decided: That the SSMs are asked.
+            decided: What has been decided; None for nothing.
         """
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
         least = np.full(num_reqs, self.least)
         proposals, asks, scores = [], False, None
-        grows = decided or (most > 0 and self._budget.grows(num_reqs))
+        if decided is None:
+            grows = most > 0 and self._budget.grows(num_reqs)
+        else:
+            grows = decided.grows
         if grows:
             proposals = [source.propose(step, least) for source in self.lookups]
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
                 scores = known.scores
-            asks = decided or self._asks_ssms(step, least, scores)
+            if decided is None:
+                asks = self._asks_ssms(step, least, scores)
+            else:
+                asks = decided.asks
             if asks:
                 proposals += self._ask_ssms(step, least)
         if not asks:

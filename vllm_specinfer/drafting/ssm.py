@@ -51,6 +51,8 @@ class NeuralSSM:
     """
 
     lookahead = 0
+    # Rows read states of the target beside their tokens.
+    reads_states = False
 
     def __init__(
         self,
@@ -459,6 +461,14 @@ class NeuralSSM:
         """Room for the hidden states of rows [F], once passes are captured."""
         hidden = self._graphs.outputs[0]
         return hidden.new_zeros(num_rows, hidden.shape[1])
+
+    def target_states(self, num_rows: int) -> torch.Tensor:
+        """Room for what rows [F] read of the target's states."""
+        raise NotImplementedError
+
+    def combined(self, states: torch.Tensor) -> torch.Tensor:
+        """What rows read, given the target's states."""
+        raise NotImplementedError
 
     @property
     def own_states(self) -> torch.Tensor | None:

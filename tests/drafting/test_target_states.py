@@ -1,0 +1,28 @@
+"""The rows that a head reads are those that the host would choose."""
+
+import numpy as np
+import torch
+
+from vllm_specinfer.drafting.target_states import TargetStates
+
+
+def test_the_last_rows_are_the_root_and_its_path():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        num_reqs, num_nodes = rng.integers(1, 5, 2)
+        window = int(num_nodes + rng.integers(1, 3))
+        sizes = 1 + rng.integers(0, num_nodes + 1, num_reqs)
+        first = np.cumsum(sizes) - sizes
+        counts = [int(rng.integers(0, size)) for size in sizes]
+        path = np.zeros((num_reqs, num_nodes), np.int32)
+        for i, count in enumerate(counts):
+            rows = rng.choice(np.arange(1, sizes[i]), count, replace=False)
+            path[i, :count] = np.sort(rows)
+        states = torch.arange(sizes.sum())[:, None]
+        found = TargetStates(
+            states, torch.from_numpy(first).int(), torch.from_numpy(path)
+        ).last(torch.tensor(counts) + 1, window)
+        assert found.shape == (num_reqs, window, 1)
+        for i, count in enumerate(counts):
+            expected = [first[i], *(first[i] + path[i, :count])]
+            assert found[i, -count - 1 :, 0].tolist() == expected
