@@ -91,9 +91,13 @@ MROPE = LLAMA | {
 
 
 @pytest.fixture
-def refusal(tmp_path):
+def refusal(tmp_path, monkeypatch):
     """Start an engine config and return the sentence it is refused with."""
     from vllm import EngineArgs
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at each architecture in a process of its own.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
 
     def start(target=LLAMA, ssm=LLAMA, **kwargs):
         args = EngineArgs(

@@ -359,8 +359,8 @@ def _run_jobs(jobs: list[dict]) -> list[dict]:
             _runner(job.get("plain_v2", False)),
             _scheduling(job.get("asynchronous", False)),
         ):
-            counted = {"branches": sum(branches), "scores": scores}
-            results.append({**_generate(job), **counted})
+            result = _generate(job)
+            results.append({**result, "branches": sum(branches), "scores": scores})
     # As JSON has them: keys are strings, tuples are lists.
     return json.loads(json.dumps(results))
 
