@@ -441,7 +441,10 @@ def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
 
 def _generate(job: dict) -> dict:
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
+    # vLLM looks at each architecture in a process of its own.
+    registry._run_in_subprocess = lambda inspect: inspect()
     options = {"worker_cls": V2_WORKER} if job.get("plain_v2") else {}
     llm = LLM(disable_log_stats=False, **options, **job["llm"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
