@@ -91,7 +91,8 @@ def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:
 def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
     ahead = [step for step in outputs[2]["steps"] if step["ahead"]]
     assert len(ahead) > 8
-    assert all(step["launch"] == step["verify"] == 0 for step in ahead)
+    # A step in which nothing is left to be run verifies nothing.
+    assert all(step["launch"] == step.get("verify", 0) == 0 for step in ahead)
 
 
 def test_other_steps_wait_for_the_device_a_few_times(outputs) -> None:
