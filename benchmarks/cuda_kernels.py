@@ -70,6 +70,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     yield "commit", lambda: _check_commit(device)
     yield "verification", lambda: _check_verification(device)
     yield "children", lambda: _check_children(device)
+    yield "suffix lookup", lambda: _check_suffixes(device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
@@ -166,6 +167,15 @@ def _check_verification(device: str) -> None:
     outputs = verification_cases.run(device)
     tests.test_draws_are_tested_as_the_definition_says(outputs)
     tests.test_walks_follow_the_targets_tokens(outputs)
+
+
+def _check_suffixes(device: str) -> None:
+    import suffix_cases
+    import test_triton_suffix as tests
+
+    outputs = suffix_cases.run(device)
+    tests.test_the_device_finds_what_the_host_finds(outputs)
+    tests.test_texts_that_ended_count_against_those_that_went_on(outputs)
 
 
 # Times.

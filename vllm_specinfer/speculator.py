@@ -124,7 +124,9 @@ class TreeSpeculator(DraftModelSpeculator):
 
         requests, sources = self._req_states, self.sources
         texts = Texts(requests.all_token_ids.gpu, requests.total_len.gpu)
-        window = 1 + max(source.tree.max_depth for source in sources.ssms)
+        window = 1 + sources.max_depth
+        for source in sources.lookups:
+            source.capture(texts)
         for source in sources.ssms:
             source.capture(texts, window)
         # Decisions that depend on when something is heard are not those of other ranks.

@@ -81,6 +81,17 @@ class Ssm:
         self.grown.append(scores)
 
 
+class Lookup:
+    """Notes what it has read."""
+
+    def __init__(self):
+        self.read = []
+
+    def has_read(self, slot, tokens):
+        assert (tokens == 100 + slot).all()
+        self.read.append((slot, len(tokens)))
+
+
 class Drafter:
     """Finds what it is told to."""
 
@@ -117,7 +128,7 @@ class Drafter:
 @pytest.fixture
 def steps(monkeypatch):
     """Ahead steps with two SSMs; all that they talk to is an attribute."""
-    sources = SimpleNamespace(ssms=[Ssm(), Ssm()], notes={})
+    sources = SimpleNamespace(lookups=[], ssms=[Ssm(), Ssm()], notes={})
     sources.note_found = lambda slot, *tree: sources.notes.update({slot: tree})
     values = {"temperature": [0, 0.5, 1.0, 0], "seeds": [0] * 4, "top_k": [9] * 4}
     values |= {"top_p": [1] * 4, "min_p": [0] * 4}
@@ -250,6 +261,21 @@ def test_a_head_that_sits_out_has_states_to_keep(steps, grow):
     found, _ = draft(steps, a_batch([3, 0]))
     assert found == (grow, False)
     assert not steps.sources.ssms[0].behind
+
+
+def test_lookups_alone_are_the_hosts(steps):
+    lookup = Lookup()
+    steps.sources.lookups = [lookup]
+    draft(steps, a_batch([3, 0]))
+    steps.hear()
+    assert lookup.read == [(3, 23), (0, 20)]
+    steps.budget.draft = False
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found == (True, False) and not steps.sources.ssms[0].behind
+    # Where there are to be no trees, nobody looks anything up.
+    steps.budget.grow = False
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found.shape == (2, NODES)
 
 
 def test_steps_and_drafts_that_follow_each_other_are_timed(steps):

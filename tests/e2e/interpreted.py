@@ -54,12 +54,19 @@ def main() -> None:
     greedy = {"prompts": PROMPTS[:2], "params": [GREEDY]}
     sampled = {"prompts": PROMPTS[:1], "params": [SAMPLED]}
     ahead = {"prompts": PROMPTS[:2], "params": [LONG, {**SAMPLED, **LONGER}]}
+    # The second time each text is known.
+    again = {name: 2 * both for name, both in ahead.items()}
     jobs = {
         name: {**job, "llm": {**llm, "speculative_config": {**common, **spec}}}
         for name, job, spec in (
             ("coupled", everything, {"model": ssm}),
             ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
             ("ahead", {**ahead, "asynchronous": True}, pair),
+            (
+                "suffix",
+                {**again, "asynchronous": True},
+                {"ssms": [ssm, "suffix"], "num_speculative_tokens": 8},
+            ),
             ("mss", sampled, {"model": ssm, "verification": "mss"}),
             (
                 "two",

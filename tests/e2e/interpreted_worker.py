@@ -134,8 +134,10 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
     def executed(self: TreeWorker, *args: Any) -> Any:
         before = counter()
         output = execute(self, *args)
-        sizes = getattr(self.model_runner.speculator._ahead, "sizes", None)
-        found.append({"ahead": bool(sizes), "launch": counter() - before})
+        speculator = self.model_runner.speculator
+        sizes = getattr(speculator._ahead, "sizes", None)
+        step = {"ahead": bool(sizes), "launch": counter() - before}
+        found.append({**step, "looks_up": bool(speculator.sources.lookups)})
         return output
 
     def sampled(self: TreeWorker, *args: Any) -> Any:

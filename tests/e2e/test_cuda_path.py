@@ -68,6 +68,14 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
         assert ahead[f"accepted_tokens {ssm}"] == on_cpu[f"accepted_tokens {ssm}"] > 0
 
 
+def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
+    of_cpu, found, _ = outputs
+    assert found["suffix"]["tokens"] == 2 * of_cpu["long"]["tokens"]
+    metrics = found["suffix"]["metrics"]
+    assert metrics["drafted_nodes suffix"] > metrics["drafted_nodes ssm0"] > 3
+    assert metrics["accepted_tokens suffix"] > 3
+
+
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
     (plain,), (tree,) = of_cpu["plain"]["logprobs"][2], found["coupled"]["logprobs"][2]
@@ -90,7 +98,7 @@ def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:
 
 def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
     ahead = [step for step in outputs[2]["steps"] if step["ahead"]]
-    assert len(ahead) > 8
+    assert len(ahead) > 8 and sum(step["looks_up"] for step in ahead) > 4
     # A step in which nothing is left to be run verifies nothing.
     assert all(step["launch"] == step.get("verify", 0) == 0 for step in ahead)
 

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_specinfer.kernels.triton import commit, tree_attention, verification
+from vllm_specinfer.kernels.triton import commit, places, tree_attention, verification
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHAPE = {
@@ -26,8 +26,10 @@ KERNEL = {"BLOCK_SIZE": 16, "PRECISION": "tf32"}
 POINTERS = {
     "*bf16": "out query kv_cache sinks",
     "*fp32": "partial moments k_scale v_scale",
-    "*i64": "bits layers slot_mapping targets drafts first num_rows",
-    "*i32": "block_table query_start_loc seq_lens context_lens path count parents",
+    "*i64": "bits layers slot_mapping targets drafts first num_rows places rows ends "
+    "slots lengths",
+    "*i32": "block_table query_start_loc seq_lens context_lens path count parents "
+    "searched texts",
     "*i1": "is_tree",
 }
 TYPES = {f"{name}_ptr": kind for kind in POINTERS for name in POINTERS[kind].split()}
@@ -60,6 +62,11 @@ def type_of(name: str) -> str:
             {},
         ),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
+        (
+            places._newest_places_kernel,
+            {"NUM_PLACES": 16, "MIN_MATCH": 3, "BLOCK": places.BLOCK},
+            {},
+        ),
     ],
 )
 def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:

@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 class AheadDrafter:
-    """Drafts by SSMs and heads alone.
+    """Drafts by SSMs and heads, beside lookups that the device knows.
 
     Attributes:
         buffers: Where the trees are.
@@ -72,15 +72,15 @@ class AheadDrafter:
         """Capture what follows growth; the sources must have been captured.
 
         Args:
-            sources: Without lookups, which read the texts on the host.
+            sources: With SSMs.
             num_nodes: N.
             max_num_reqs: Request slots.
             texts: Of all slots.
             device: The worker's device.
         """
-        self._ssms = sources.ssms
+        self._lookups, self._ssms = sources.lookups, sources.ssms
         self._texts = texts
-        self._max_depth = max(source.tree.max_depth for source in self._ssms)
+        self._max_depth = sources.max_depth
         self._num_nodes, self._least = num_nodes, sources.least
         self.buffers = TreeBuffers(max_num_reqs, num_nodes, device)
         self._finishes = {
@@ -112,6 +112,8 @@ class AheadDrafter:
             Waits for what was found.
         """
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
+        for source in self._lookups:
+            source.on_device.fill(source.calibration.line)
         levels = [source.follow(slots, num_new, roots, states) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
         outputs, replay = self._finishes[graphs[0].num_reqs, draws]
@@ -143,6 +145,9 @@ class AheadDrafter:
 
         def finish() -> tuple[torch.Tensor, ...]:
             sources = [
+                source.on_device.find(inputs.slots, inputs.grows)
+                for source in self._lookups
+            ] + [
                 cut(DeviceCandidates.grown(of_source.growth), source.num_nodes)
                 for source, of_source in zip(self._ssms, graphs, strict=True)
             ]
@@ -156,9 +161,9 @@ class AheadDrafter:
 
 
 def can_draft_ahead(sources: SourceSet) -> bool:
-    """Whether nothing but SSMs in graphs has to be asked."""
+    """Whether nothing has to be asked that only the host can ask."""
     return (
         bool(sources.ssms)
-        and not sources.lookups
+        and all(source.on_device is not None for source in sources.lookups)
         and all(source.predictor is None for source in sources.ssms)
     )

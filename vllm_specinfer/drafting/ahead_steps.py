@@ -1,10 +1,11 @@
 """Which steps are drafted for ahead of the host, and what it hears of them later.
 
 With asynchronous scheduling a step that has nothing but decoding requests, whose trees
-come from SSMs in graphs, is drafted for as soon as it is launched. All other steps wait
-for the device (`TreeSpeculator.draft`): those with prompts, grammars, processors that
-look back or draws that are tested, those after which the SSMs have to read what they
-have sat out, and those that heads sit out, which keep the target's states until then.
+come from SSMs in graphs, beside a suffix lookup, is drafted for as soon as it is
+launched. All other steps wait for the device (`TreeSpeculator.draft`): those with
+prompts, grammars, processors that look back or draws that are tested, those after which
+the SSMs have to read what they have sat out, those that heads sit out, which keep the
+target's states until then, and those that lookups draft for alone.
 
 Dimension legend: S request slots, B requests of the batch, N nodes per request.
 """
@@ -127,16 +128,16 @@ class AheadSteps:
         Returns:
             [B, N] int64 tokens of the nodes; what has been decided where the host goes
             on: the SSMs have more to read than this step's tokens, or sit out and have
-            states to keep.
+            states to keep or leave lookups to go on alone.
         """
         slots, num_reqs = batch.idx_mapping_np, batch.num_reqs
         with self.learning:
             self._time_step(batch)
             follows = self._drafter.follows(slots)
             decided = self._decided(batch, most, follows)
-            if (decided.asks and not follows) or (
-                not decided.asks and self._reads_states
-            ):
+            # Where lookups go on alone the host has to see how many nodes that pays.
+            looks_up = decided.grows and self._sources.lookups
+            if not follows if decided.asks else self._reads_states or looks_up:
                 return decided
             self.hear = _nothing
             self.sizes = {}
@@ -231,6 +232,10 @@ class AheadSteps:
     ) -> None:
         """What has been found is told to sources and budget."""
         tokens = self._tokens()
+        for source in self._sources.lookups:
+            for i in alive:
+                text = tokens[slots[i], : found.lengths[i]]
+                source.has_read(int(slots[i]), text)
         for source, grown in zip(self._sources.ssms, found.grown, strict=True):
             source.on_device.levels.observe(grown)
             for i in alive:

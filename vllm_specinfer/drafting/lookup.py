@@ -4,7 +4,7 @@ Dimension legend: R requests that get a tree, C candidates per request, S reques
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
@@ -16,6 +16,10 @@ from vllm_specinfer.scheduling.predictor import FEATURES, Predictor, node_featur
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain, joined
 from vllm_specinfer.tree.token_tree import ROOT
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
+    from vllm_specinfer.drafting.device_trees import Texts
 
 # One proposed node: parent (`ROOT` or an earlier node), token, chance that it is
 # accepted where its parent is.
@@ -43,6 +47,12 @@ class Lookup(Protocol):
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """What may follow a request's tokens [n] int32; parents before children."""
 
+    def read(self, slot: int, tokens: np.ndarray) -> Any:
+        """A request has these tokens [n] int32; `find` need not be asked."""
+
+    def on_device(self, texts: "Texts") -> "DeviceSuffixes | None":
+        """The same for texts that the host does not know; None where it is needed."""
+
 
 class LookupSource:
     """A lookup as a source: its proposals are certain, so q is all on one token."""
@@ -51,14 +61,27 @@ class LookupSource:
         self._lookup = lookup
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
+        self.on_device: DeviceSuffixes | None = None
+
+    def capture(self, texts: "Texts") -> None:
+        """Look up on the device, too, where that is possible."""
+        self.on_device = self._lookup.on_device(texts)
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
         self._lookup.start(slot)
+        if self.on_device is not None:
+            self.on_device.start(slot)
 
     def forget(self) -> None:
         """Forget all texts."""
         self._lookup.forget()
+        if self.on_device is not None:
+            self.on_device.forget()
+
+    def has_read(self, slot: int, tokens: np.ndarray) -> None:
+        """The device has looked up what may follow a request's tokens [n] int32."""
+        self._lookup.read(slot, tokens)
 
     def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
         """Look up what may follow the R requests, whatever is left out later.
@@ -143,6 +166,12 @@ class Ngrams:
 
     def forget(self) -> None:
         """Nothing is kept between steps."""
+
+    def read(self, slot: int, tokens: np.ndarray) -> None:
+        """Nothing is kept between steps."""
+
+    def on_device(self, texts: "Texts") -> None:
+        """Only the host knows how."""
 
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """The chain of tokens after the match."""

@@ -105,6 +105,13 @@ class SourceSet:
         # and per source [N, X] what its predictor saw of them.
         self._given: dict[int, tuple[np.ndarray, np.ndarray, list]] = {}
 
+    @property
+    def max_depth(self) -> int:
+        """No tree is deeper; a lookup's are chains where a text repeats itself."""
+        if self.lookups:
+            return self._num_nodes
+        return max(source.tree.max_depth for source in self.ssms)
+
     def all(self) -> list[Source]:
         """Every source, in the order of their tests."""
         return [*self.lookups, *self.ssms]

@@ -7,12 +7,17 @@ match backwards from there finds what a suffix tree of bounded depth would.
 import heapq
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_specinfer.drafting.lookup import LookupNode, chance_after
 from vllm_specinfer.options import SuffixSource
 from vllm_specinfer.tree.token_tree import ROOT
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
+    from vllm_specinfer.drafting.device_trees import Texts
 
 # Shortest match within a request's own text, and in the texts of others.
 MIN_OWN, MIN_PAST = 2, 3
@@ -22,8 +27,10 @@ MAX_MATCH, MAX_PLACES = 32, 16
 # 0.46 for 0.65, 0.57 for 0.73, then alike (see `chance_after`).
 PAST_TRUST = 0.75
 
+# Behind each past text.
+TEXT_END = -1
+
 _NO_PLACE = -1
-_TEXT_END = -1
 
 
 class TextIndex:
@@ -97,16 +104,28 @@ class Suffixes:
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request, and begin anew."""
-        text = [*self._own[slot].tokens, _TEXT_END][-self._generation_size :]
+        text = [*self._own[slot].tokens, TEXT_END][-self._generation_size :]
         if len(self._past[0].tokens) + len(text) > self._generation_size:
             self._past = [TextIndex(MIN_PAST), self._past[0]]
         self._past[0].extend(text)
         self._own[slot] = TextIndex(MIN_OWN)
 
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
-        """The tree of what followed the longest matches, by how often it did."""
+    def read(self, slot: int, tokens: np.ndarray) -> TextIndex:
+        """The index of a request, which now has these tokens [n]."""
         own = self._own[slot]
         own.extend(tokens[len(own.tokens) :].tolist())
+        return own
+
+    def on_device(self, texts: "Texts") -> "DeviceSuffixes":
+        """The same where the host does not look on; it begins without past texts."""
+        # Its kernel needs Triton.
+        from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
+
+        return DeviceSuffixes(texts, self._num_nodes, self._generation_size)
+
+    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
+        """The tree of what followed the longest matches, by how often it did."""
+        own = self.read(slot, tokens)
         context = own.tokens[-MAX_MATCH:].tolist()
         length, places = own.longest_match(context)
         if length:
@@ -135,23 +154,24 @@ def _tree(
     often a match of so many tokens goes on.
     """
     nodes: list[LookupNode] = []
-    # Nodes that could come next: -chance from the root, age, depth, the paths through
-    # it, and what it would be. Ages differ, so nothing after them is compared.
-    heap: list[tuple[float, int, int, list[Sequence[int]], LookupNode]] = []
-    age, reached, depth, parent, through = 0, 1.0, 0, ROOT, paths
+    # Nodes that could come next: -chance from the root, depth, the paths through it,
+    # and what it would be. The paths of two nodes of a depth begin with different ones,
+    # so nothing after them is compared.
+    heap: list[tuple[float, int, list[int], LookupNode]] = []
+    reached, depth, parent, through = 1.0, 0, ROOT, list(range(len(paths)))
     while True:
-        children: dict[int, list[Sequence[int]]] = {}
-        for path in through:
-            if depth < len(path) and path[depth] != _TEXT_END:
-                children.setdefault(path[depth], []).append(path)
+        children: dict[int, list[int]] = {}
+        for number in through:
+            path = paths[number]
+            if depth < len(path) and path[depth] != TEXT_END:
+                children.setdefault(path[depth], []).append(number)
         goes_on = chance_after(length + depth) * (1.0 if depth else trust)
         for token, own in children.items():
             chance = len(own) / len(through) * goes_on
             node = parent, token, chance
-            heapq.heappush(heap, (-reached * chance, age, depth + 1, own, node))
-            age += 1
+            heapq.heappush(heap, (-reached * chance, depth + 1, own, node))
         if not heap or len(nodes) == num_nodes:
             return nodes
-        reached, _, depth, through, node = heapq.heappop(heap)
+        reached, depth, through, node = heapq.heappop(heap)
         reached, parent = -reached, len(nodes)
         nodes.append(node)

@@ -101,7 +101,10 @@ def merged(
     # Of each candidate the first with its path.
     firsts_of_path = torch.arange(firsts[-1], device=tokens.device)
     firsts_of_path = firsts_of_path.repeat(len(tokens), 1)
-    for depth in range(max(len(source.ends) for source in sources)):
+    # Deeper there are candidates of one source only.
+    levels = [len(source.ends) for source in sources]
+    shared, deepest = sorted(levels)[-2], levels.index(max(levels))
+    for depth in range(shared):
         columns = torch.cat([
             torch.arange(first + start, first + end, device=tokens.device)
             for source, first in zip(sources, firsts, strict=False)
@@ -125,6 +128,13 @@ def merged(
         chances = torch.log1p(-misses).float()
         kept = live & (first == itself)
         union[:, columns] = torch.where(kept, chances, -torch.inf)
+    first = firsts[deepest] + sources[deepest].ends[shared - 1]
+    deeper = slice(first, firsts[deepest + 1])
+    above = parents[:, deeper]
+    parents[:, deeper] = torch.where(
+        above == ROOT, ROOT, firsts_of_path.gather(1, above.clamp_min(0))
+    )
+    union[:, deeper] = scores[:, deeper]
     return DeviceCandidates(tokens, parents, union, ()), firsts_of_path
 
 
@@ -193,11 +203,11 @@ def depths_and_bits(
     own = torch.where(inside, 1 << place.clamp(0, WORD_BITS - 1), 0)
     bits = own.expand(num_reqs, -1, -1) | own[0]
     depths = (above.new_zeros(num_reqs, num_nodes + 1) + (rows > 0)).int()
-    ancestors = above
-    for _ in range(max_depth - 1):
-        bits = bits | own[ancestors]
-        depths = depths + (ancestors > 0)
-        ancestors = above.gather(1, ancestors)
+    # What is known of each row's ancestors doubles every time.
+    for _ in range((max_depth - 1).bit_length()):
+        bits = bits | bits.gather(1, above[:, :, None].expand_as(bits))
+        depths = depths + depths.gather(1, above)
+        above = above.gather(1, above)
     return depths, bits
 
 

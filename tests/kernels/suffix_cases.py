@@ -1,0 +1,118 @@
+"""Suffix lookup on the device and on the host, side by side over random texts.
+
+``TRITON_INTERPRET=1 python suffix_cases.py OUTPUT.pt`` saves what both find.
+"""
+
+import sys
+
+import interpreter
+import numpy as np
+import torch
+
+SEEDS = range(18)
+NUM_SLOTS, MAX_LEN = 3, 60
+
+
+def main(output: str) -> None:
+    """Save what is found, the kernel run by Triton's interpreter."""
+    interpreter.prepare()
+    torch.save(run("cpu"), output)
+
+
+def run(device: str) -> tuple[list[tuple[dict, dict]], dict[tuple, float]]:
+    """Let texts start, grow and be looked up."""
+    from vllm_specinfer.kernels.triton import places
+
+    places.BLOCK = 16
+    found = [found for seed in SEEDS for found in searches(seed, device)]
+    return found, one_that_ended(device)
+
+
+def one_that_ended(device: str) -> dict[tuple, float]:
+    """What followed in two past texts, one of which ended there."""
+    from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
+    from vllm_specinfer.drafting.device_trees import Texts
+
+    tokens = torch.tensor([[7, 1, 2, 3], [1, 2, 3, 4], [5, 1, 2, 3]], dtype=torch.int32)
+    lengths = torch.full((3,), 4, dtype=torch.int32)
+    lookup = DeviceSuffixes(Texts(tokens.to(device), lengths.to(device)), 2, 30)
+    lookup.fill((1.0, 0.0))
+    lookup.start(0)
+    lookup.start(1)
+    slots, grows = torch.tensor([2]), torch.tensor([True])
+    return paths_on_device(lookup.find(slots.to(device), grows.to(device)), 0)
+
+
+def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
+    """What the device and the host find each time: paths and their log chances."""
+    from vllm_specinfer.drafting.device_trees import Texts
+    from vllm_specinfer.drafting.suffix import Suffixes
+    from vllm_specinfer.options import SuffixSource
+
+    rng = np.random.default_rng(seed)
+    num_nodes = int(rng.choice([1, 3, 8, 20]))
+    max_tokens = int(rng.choice([0, 50, 400]))
+    host = Suffixes(SuffixSource(max_tokens), NUM_SLOTS, num_nodes)
+    tokens = np.zeros((NUM_SLOTS, MAX_LEN), np.int32)
+    lengths = np.zeros(NUM_SLOTS, np.int32)
+    texts = Texts(*(torch.tensor(a, device=device) for a in (tokens, lengths)))
+    lookup = host.on_device(texts)
+    correction = [(1.0, 0.0), (0.5, 0.0), (1.0, 0.3)][seed % 3]
+    lookup.fill(correction)
+    vocab, results = int(rng.choice([2, 6, 40])), []
+    # What texts have in common.
+    common = rng.integers(vocab, size=40)
+    for step in range(16):
+        slot = int(rng.integers(NUM_SLOTS))
+        if step < NUM_SLOTS or rng.random() < 0.3:
+            slot = step if step < NUM_SLOTS else slot
+            host.read(slot, tokens[slot, : lengths[slot]])
+            host.start(slot)
+            lookup.start(slot)
+            lengths[slot] = 0
+            if rng.random() < 0.05:
+                host.forget()
+                lookup.forget()
+        room = MAX_LEN - lengths[slot]
+        new = rng.integers(vocab, size=20)
+        if rng.random() < 0.8:
+            new = common[int(rng.integers(40)) :]
+        new = new[: min(room, int(rng.integers(1, 20)))]
+        tokens[slot, lengths[slot] :][: len(new)] = new
+        lengths[slot] += len(new)
+        for kept, values in zip(texts, (tokens, lengths), strict=True):
+            kept.copy_(torch.from_numpy(values))
+        slots = torch.from_numpy(rng.permutation(NUM_SLOTS)[:2])
+        grows = torch.tensor([True, step % 4 > 0])
+        found = lookup.find(slots.to(device), grows.to(device))
+        for r, s in enumerate(slots.tolist()):
+            nodes = host.find(s, tokens[s, : lengths[s]])
+            results.append((
+                paths_on_device(found, r),
+                paths_on_host(nodes, correction) if grows[r] else {},
+            ))  # fmt: skip
+    return results
+
+
+def paths_on_device(found, r: int) -> dict[tuple, float]:
+    """Of the candidates of one request."""
+    scores, paths = found.scores[r].tolist(), {-1: ()}
+    parents, tokens = found.parents[r].tolist(), found.tokens[r].tolist()
+    for column in np.flatnonzero(np.isfinite(scores)).tolist():
+        paths[column] = (*paths[parents[column]], tokens[column])
+    del paths[-1]
+    return {path: scores[column] for column, path in paths.items()}
+
+
+def paths_on_host(nodes, correction: tuple[float, float]) -> dict[tuple, float]:
+    """Of lookup nodes."""
+    paths, scores = {-1: ()}, {-1: 0.0}
+    for node, (parent, token, chance) in enumerate(nodes):
+        paths[node] = (*paths[parent], token)
+        own = np.log(chance) * correction[0] - correction[1]
+        scores[node] = float(scores[parent] + own)
+    return {paths[node]: scores[node] for node in range(len(nodes))}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

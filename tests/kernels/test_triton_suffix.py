@@ -1,0 +1,27 @@
+"""Suffix lookup on the device, run by Triton's interpreter, against the host's."""
+
+import numpy as np
+import pytest
+import suffix_cases as cases
+from interpreter import outputs_of
+
+from vllm_specinfer.drafting.lookup import chance_after
+from vllm_specinfer.drafting.suffix import PAST_TRUST
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, dict]:
+    return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
+
+
+def test_the_device_finds_what_the_host_finds(outputs) -> None:
+    assert len(outputs[0]) == 2 * 16 * len(cases.SEEDS)
+    for found, expected in outputs[0]:
+        assert found == pytest.approx(expected, abs=1e-5)
+    sizes = [len(expected) for _, expected in outputs[0]]
+    assert min(sizes) == 0 and max(sizes) == 20
+
+
+def test_texts_that_ended_count_against_those_that_went_on(outputs) -> None:
+    chance = PAST_TRUST * chance_after(3) / 2
+    assert outputs[1] == {(4,): pytest.approx(np.log(chance))}
