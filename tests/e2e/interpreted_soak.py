@@ -50,7 +50,8 @@ def main() -> None:
         "two SSMs": {"ssms": [ssm, few], **tree},
         "naive": {"model": ssm, "verification": "naive", "tree": "2,2"},
         "SSM and head": {"ssms": [ssm, head], **tree},
-        "SSM and lookup": {"ssms": [ssm, "ngram"], **tree},
+        "SSM and suffix": {"ssms": [ssm, "suffix"], **tree},
+        "SSM and ngram": {"ssms": [ssm, "ngram"], **tree},
     }
     end, seed = time.monotonic() + 60 * args.minutes, args.seed
     while time.monotonic() < end:
