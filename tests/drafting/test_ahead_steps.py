@@ -29,10 +29,11 @@ class Chosen(Budget):
     """A budget that says what it is told to, and notes what it hears."""
 
     grow = draft = True
-    size = NODES
+    size = size_of_lookups = NODES
 
     def __init__(self):
         self.steps, self.drafts_timed, self.chances, self.unread = [], [], [], []
+        self.known = []
 
     def grows(self, num_reqs):
         return self.grow
@@ -41,8 +42,8 @@ class Chosen(Budget):
         self.unread.append(unread)
         return self.draft
 
-    def nodes(self, num_reqs, most):
-        return min(self.size, most)
+    def nodes(self, num_reqs, most, asks=True):
+        return min(self.size if asks else self.size_of_lookups, most)
 
     def observe_step(self, rows, seconds, trees):
         self.steps.append((rows, trees))
@@ -50,8 +51,11 @@ class Chosen(Budget):
     def observe_draft(self, num_reqs, rows, levels, seconds, follows=False):
         self.drafts_timed.append((num_reqs, rows, levels, follows))
 
-    def observe_chances(self, scores, num_nodes):
-        self.chances.append((scores, num_nodes))
+    def observe_chances(self, scores, num_nodes, asks=True):
+        self.chances.append((scores, num_nodes, asks))
+
+    def observe_known(self, scores):
+        self.known.append(scores)
 
 
 class Ssm:
@@ -99,7 +103,7 @@ class Drafter:
         self.buffers = TreeBuffers(SLOTS, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
         self.is_following, self.ssms = True, ssms
-        self.launched, self.num_heard = [], 0
+        self.launched, self.looked_up, self.num_heard = [], [], 0
 
     def follows(self, slots):
         return self.is_following
@@ -121,6 +125,18 @@ class Drafter:
                 parents[-1], scores[-1], given[-1] = NO_NODE, NONE, NONE
             lengths = np.array([20 + slot for slot in slots], np.int32)
             return Found(lengths, parents, scores, given, (scores, scores))
+
+        return found
+
+    def look_up(self, slots):
+        self.looked_up.append(slots.tolist())
+
+        def found():
+            num_reqs = len(slots)
+            parents = np.tile(np.array([ROOT, ROOT, NO_NODE], np.int32), (num_reqs, 1))
+            scores = np.tile(np.float32([-0.1, -0.2, NONE]), (num_reqs, 1))
+            lengths = np.array([20 + slot for slot in slots], np.int32)
+            return Found(lengths, parents, scores, scores[:, None, ::-1], ())
 
         return found
 
@@ -201,8 +217,9 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
     assert parents.tolist() == [ROOT, 0, NO_NODE]
     assert np.isfinite(given).tolist() == [[True, False, False], [False, True, False]]
     assert [ssm.read for ssm in steps.sources.ssms] == [[(3, 23), (0, 20)]] * 2
-    ((scores, num_nodes),) = steps.budget.chances
-    assert scores.shape == (2, NODES) and num_nodes == 2
+    ((scores, num_nodes, asks),) = steps.budget.chances
+    assert scores.shape == (2, NODES) and num_nodes == 2 and asks
+    assert not steps.budget.known
     # Of the rows that were scheduled these were nodes.
     assert steps.num_nodes(3, 2) == 2 and steps.num_nodes(0, 2) == 0
     assert steps.num_nodes(3, 1) == 1 and steps.num_nodes(1, 2) == 2
@@ -263,19 +280,38 @@ def test_a_head_that_sits_out_has_states_to_keep(steps, grow):
     assert not steps.sources.ssms[0].behind
 
 
-def test_lookups_alone_are_the_hosts(steps):
+@pytest.mark.parametrize("size", [0, 2])
+def test_lookups_go_on_without_ssms(steps, size):
     lookup = Lookup()
     steps.sources.lookups = [lookup]
-    draft(steps, a_batch([3, 0]))
+    steps.budget.draft, steps.budget.size_of_lookups = False, size
+    steps.drafter.is_following = False
+    found, stats = draft(steps, a_batch([3, 0]))
+    assert found.shape == (2, NODES) and steps.drafter.looked_up == [[3, 0]]
+    assert [ssm.behind for ssm in steps.sources.ssms] == [[3, 0]] * 2
+    assert steps.sizes == ({"r3": 2, "r0": 2} if size else {})
+    # What it would have brought is learned in any case.
     steps.hear()
     assert lookup.read == [(3, 23), (0, 20)]
-    steps.budget.draft = False
-    found, _ = draft(steps, a_batch([3, 0]))
-    assert found == (True, False) and not steps.sources.ssms[0].behind
+    assert stats.reasons == ({} if size else {"r3": BUDGET, "r0": BUDGET})
+    ((_, num_nodes, asks),) = steps.budget.chances
+    assert (num_nodes, asks) == (size, False)
+    (known,) = steps.budget.known
+    assert known.tolist() == np.float32([[-0.1, -0.2, NONE]] * 2).tolist()
+    assert not steps.sources.ssms[0].read
     # Where there are to be no trees, nobody looks anything up.
     steps.budget.grow = False
-    found, _ = draft(steps, a_batch([3, 0]))
-    assert found.shape == (2, NODES)
+    draft(steps, a_batch([3, 0]))
+    assert len(steps.drafter.looked_up) == 1 and not steps.drafter.launched
+
+
+def test_lookups_hear_what_they_have_looked_up_beside_ssms(steps):
+    steps.sources.lookups = [Lookup()]
+    draft(steps, a_batch([3, 0]))
+    steps.hear()
+    assert steps.sources.lookups[0].read == [(3, 23), (0, 20)]
+    (known,) = steps.budget.known
+    assert known[0].tolist() == [-0.5, -0.5, NONE] and known.shape == (2, NODES)
 
 
 def test_steps_and_drafts_that_follow_each_other_are_timed(steps):

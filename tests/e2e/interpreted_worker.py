@@ -1,5 +1,6 @@
 """A CPU worker whose attention and commit are CUDA's."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -93,9 +94,10 @@ def cuda_path() -> Iterator[Counts]:
 @contextmanager
 def graphs_replayed() -> Iterator[list[str]]:
     """Graphs that launch once more what was captured; which passes were one."""
-    from vllm_specinfer.drafting import ssm
+    from vllm_specinfer.drafting import ahead, ssm
 
     run_rows, passes = ssm.NeuralSSM._run_rows, []
+    look_up = ahead.AheadDrafter.look_up
 
     def captured(launch: Callable, *_: Any) -> tuple[Any, Callable[[], None]]:
         outputs = launch()
@@ -114,11 +116,26 @@ def graphs_replayed() -> Iterator[list[str]]:
             passes.append("level" if rows.is_tree.any() else "catch-up")
         return hidden
 
+    def looked_up(self: ahead.AheadDrafter, slots: Any) -> Any:
+        passes.append("look-up")
+        return look_up(self, slots)
+
     with (
+        mock.patch.object(ahead.AheadDrafter, "look_up", looked_up),
         mock.patch.object(ssm, "captured", captured),
         mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
     ):
         yield passes
+
+
+@contextmanager
+def ssms_now_and_then() -> Iterator[None]:
+    """Static budgets ask SSMs in two of four steps."""
+    from vllm_specinfer.scheduling.budget import Budget
+
+    answers = itertools.cycle([True, True, False, False])
+    with mock.patch.object(Budget, "drafts", lambda *_, **__: next(answers)):
+        yield
 
 
 @contextmanager

@@ -70,10 +70,11 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
 
 def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
     of_cpu, found, _ = outputs
-    assert found["suffix"]["tokens"] == 2 * of_cpu["long"]["tokens"]
-    metrics = found["suffix"]["metrics"]
-    assert metrics["drafted_nodes suffix"] > metrics["drafted_nodes ssm0"] > 3
-    assert metrics["accepted_tokens suffix"] > 3
+    for name in ("suffix", "now and then"):
+        assert found[name]["tokens"] == 2 * of_cpu["long"]["tokens"]
+        assert found[name]["metrics"]["drafted_nodes ssm0"] > 20
+        assert found[name]["metrics"]["accepted_tokens suffix"] > 10
+    assert outputs[2]["passes"].count("look-up") > 4
 
 
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:

@@ -225,6 +225,31 @@ def test_trees_that_nobody_has_seen_get_the_usual_ones_best_number(slope, num_re
     assert budget.nodes(num_reqs, 2) == min(2, budget.nodes(num_reqs, 8))
 
 
+def test_lookups_that_nobody_has_seen_get_what_pays_for_them():
+    budget = a_budget(10e-3, 1e-3, 1e-3)
+    assert budget.nodes(1, 8, asks=False) == 8  # nothing is known of them
+    good, bad = np.full((1, 8), -np.inf), np.full((1, 8), -np.inf)
+    good[0, :2], bad[0, 0] = np.log(0.9), np.log(0.01)
+    budget.observe_known(good)
+    assert budget.nodes(1, 8, asks=False) == 2 and budget.nodes(1, 1, asks=False) == 1
+    for _ in range(300):
+        budget.observe_known(bad)
+    assert budget.nodes(1, 8, asks=False) == 0
+    # What they find, and its chances, are no SSM's.
+    budget.observe_chances(good, 2, asks=False)
+    assert budget.learned()["profile"] is None
+
+
+def test_ssms_must_bring_more_than_lookups_that_nobody_has_seen():
+    budget = a_budget(10e-3, 0.1e-3, 1e-3)
+    chances = np.full((1, 8), -np.inf)
+    chances[0, :2] = np.log(0.9)
+    budget.observe_chances(chances, 8)
+    assert budget.drafts(1)
+    budget.observe_known(chances)
+    assert not budget.drafts(1)
+
+
 def test_chances_heard_of_late_are_those_seen_in_time():
     early, late = a_budget(10e-3, 0.4e-3, 1e-3), a_budget(10e-3, 0.4e-3, 1e-3)
     for chance in (0.6, 0.3):

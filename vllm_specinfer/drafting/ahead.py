@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_specinfer.device import read_later
+from vllm_specinfer.device import StagedBuffers, read_later
 from vllm_specinfer.drafting.children import DraftRows
-from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs
-from vllm_specinfer.drafting.graphs import graph_sizes
+from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs, TreeInputs
+from vllm_specinfer.drafting.graphs import Captured, graph_sizes
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.tree.on_device import (
@@ -54,6 +54,25 @@ class Found(NamedTuple):
         return self.parents != NO_NODE
 
 
+class LookupInputs(NamedTuple):
+    """What lookups alone have to know of R requests.
+
+    Attributes:
+        slots: [R] int64 request slots.
+        grows: [R] bool; the others are padding.
+    """
+
+    slots: torch.Tensor
+    grows: torch.Tensor
+
+    @classmethod
+    def padded(cls, slots: np.ndarray, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
+        """Values for so many requests, these first."""
+        places = np.zeros(num_reqs, np.int64)
+        places[: len(slots)] = slots
+        return places, np.arange(num_reqs) < len(slots)
+
+
 class AheadDrafter:
     """Drafts by SSMs and heads, beside lookups that the device knows.
 
@@ -83,11 +102,19 @@ class AheadDrafter:
         self._max_depth = sources.max_depth
         self._num_nodes, self._least = num_nodes, sources.least
         self.buffers = TreeBuffers(max_num_reqs, num_nodes, device)
+        sizes = graph_sizes(max_num_reqs)
         self._finishes = {
-            (size, draws): self._captured(size, draws)
-            for size in graph_sizes(max_num_reqs)
+            (size, draws): self._captured(graphs[0].inputs, graphs)
+            for size in sizes
             for draws in (False, True)
+            for graphs in [self._graphs(size, draws)]
         }
+        # By the most requests, ascending.
+        self._look_ups: list[tuple[int, StagedBuffers, Captured]] = []
+        for size in sizes[::-1] if self._lookups else ():
+            inputs = StagedBuffers(device, *LookupInputs.padded(np.zeros(0, int), size))
+            captured = self._captured(LookupInputs(*inputs.tensors), [])
+            self._look_ups.append((size, inputs, captured))
 
     def follows(self, slots: np.ndarray) -> bool:
         """Only the last step's tokens of these requests are new to the SSMs."""
@@ -112,25 +139,43 @@ class AheadDrafter:
             Waits for what was found.
         """
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
-        for source in self._lookups:
-            source.on_device.fill(source.calibration.line)
+        self._fill_lookups()
         levels = [source.follow(slots, num_new, roots, states) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
         outputs, replay = self._finishes[graphs[0].num_reqs, draws]
         replay()
-        part = slice(0, num_reqs)
-        wait = read_later(
-            self._texts.lengths[graphs[0].inputs.slots[part]],
-            *(output[part] for output in outputs),
-            *(
-                of_source.growth.scores[part, : of_source.growth.ends[num_levels]]
-                for of_source, num_levels in zip(graphs, levels, strict=True)
-            ),
+        grown = [
+            of_source.growth.scores[:num_reqs, : of_source.growth.ends[num_levels]]
+            for of_source, num_levels in zip(graphs, levels, strict=True)
+        ]
+        return self._found(outputs, num_reqs, grown)
+
+    def look_up(self, slots: np.ndarray) -> Callable[[], Found]:
+        """As `launch`, by lookups alone."""
+        num_reqs = len(slots)
+        self._fill_lookups()
+        size, inputs, (outputs, replay) = next(
+            of_size for of_size in self._look_ups if of_size[0] >= num_reqs
         )
+        inputs.fill(*LookupInputs.padded(slots, size))
+        replay()
+        return self._found(outputs, num_reqs, [])
+
+    def _fill_lookups(self) -> None:
+        for source in self._lookups:
+            source.on_device.fill(source.calibration.line)
+
+    def _found(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        num_reqs: int,
+        grown: Sequence[torch.Tensor],
+    ) -> Callable[[], Found]:
+        wait = read_later(*(output[:num_reqs] for output in outputs), *grown)
 
         def found() -> Found:
-            lengths, parents, scores, by_source, *grown = wait()
-            return Found(lengths, parents, scores, by_source, tuple(grown))
+            lengths, parents, scores, by_source, *of_ssms = wait()
+            return Found(lengths, parents, scores, by_source, tuple(of_ssms))
 
         return found
 
@@ -138,10 +183,9 @@ class AheadDrafter:
         return [source.on_device.of(num_reqs, draws) for source in self._ssms]
 
     def _captured(
-        self, num_reqs: int, draws: bool
-    ) -> tuple[tuple[torch.Tensor, ...], Callable[[], None]]:
-        graphs = self._graphs(num_reqs, draws)
-        inputs = graphs[0].inputs
+        self, inputs: TreeInputs | LookupInputs, graphs: Sequence[TreeGraphs]
+    ) -> Captured:
+        """Lookups, and trees of these requests from them and what SSMs have grown."""
 
         def finish() -> tuple[torch.Tensor, ...]:
             sources = [
@@ -149,13 +193,15 @@ class AheadDrafter:
                 for source in self._lookups
             ] + [
                 cut(DeviceCandidates.grown(of_source.growth), source.num_nodes)
-                for source, of_source in zip(self._ssms, graphs, strict=True)
+                for source, of_source in zip(self._ssms, graphs, strict=False)
             ]
             union, columns = merged(sources)
             tree = best(union, self._num_nodes, self._least)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             self.buffers.write(slots, tree, self._max_depth)
-            return tree.parents, tree.scores, given(tree, columns, sources)
+            lengths = self._texts.lengths[inputs.slots]
+            by_source = given(tree, columns, sources)
+            return lengths, tree.parents, tree.scores, by_source
 
         return self._ssms[0].ssm.captured(finish)
 

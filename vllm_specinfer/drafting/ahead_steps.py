@@ -4,8 +4,8 @@ With asynchronous scheduling a step that has nothing but decoding requests, whos
 come from SSMs in graphs, beside a suffix lookup, is drafted for as soon as it is
 launched. All other steps wait for the device (`TreeSpeculator.draft`): those with
 prompts, grammars, processors that look back or draws that are tested, those after which
-the SSMs have to read what they have sat out, those that heads sit out, which keep the
-target's states until then, and those that lookups draft for alone.
+the SSMs have to read what they have sat out, and those that heads sit out, which keep
+the target's states until then.
 
 Dimension legend: S request slots, B requests of the batch, N nodes per request.
 """
@@ -128,26 +128,29 @@ class AheadSteps:
         Returns:
             [B, N] int64 tokens of the nodes; what has been decided where the host goes
             on: the SSMs have more to read than this step's tokens, or sit out and have
-            states to keep or leave lookups to go on alone.
+            states to keep.
         """
         slots, num_reqs = batch.idx_mapping_np, batch.num_reqs
         with self.learning:
             self._time_step(batch)
             follows = self._drafter.follows(slots)
             decided = self._decided(batch, most, follows)
-            # Where lookups go on alone the host has to see how many nodes that pays.
-            looks_up = decided.grows and self._sources.lookups
-            if not follows if decided.asks else self._reads_states or looks_up:
+            if not follows if decided.asks else self._reads_states:
                 return decided
             self.hear = _nothing
-            self.sizes = {}
-            if decided.asks:
-                num_nodes = self._budget.nodes(num_reqs, most)
-                self.sizes = dict.fromkeys(batch.req_ids, num_nodes)
-                self.hear = self._launch(batch, num_new, states, num_nodes, stats)
-            else:
+            num_nodes = 0
+            if decided.asks or (decided.grows and self._sources.lookups):
+                num_nodes = self._budget.nodes(num_reqs, most, decided.asks)
+                self.hear = self._launch(
+                    batch, num_new, states, num_nodes, stats, decided.asks
+                )
+            if not decided.asks:
                 for source in self._sources.ssms:
                     source.ssm.fall_behind(slots)
+            self.sizes = {}
+            if num_nodes:
+                self.sizes = dict.fromkeys(batch.req_ids, num_nodes)
+            else:
                 reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
                 stats.reasons = dict.fromkeys(batch.req_ids, reason)
         return self._drafter.buffers.tokens[batch.idx_mapping]
@@ -194,9 +197,41 @@ class AheadSteps:
         states: TargetStates | None,
         num_nodes: int,
         stats: WorkerStats,
+        asks: bool,
     ) -> Once[None]:
-        slots, budget, ssms = batch.idx_mapping_np, self._budget, self._sources.ssms
-        req_ids, num_reqs = batch.req_ids, batch.num_reqs
+        slots, req_ids = batch.idx_mapping_np, batch.req_ids
+        if asks:
+            wait = self._ask(batch, num_new, states)
+        else:
+            wait = self._drafter.look_up(slots)
+            self._clock.lap(lambda seconds: None)  # next to nothing
+        starts = self._starts[slots]
+
+        def heard() -> None:
+            found = wait()
+            with self.learning:
+                alive = np.flatnonzero(self._starts[slots] == starts).tolist()
+                self._learn(found, slots, alive, num_nodes, asks)
+                sizes = found.is_node.sum(axis=1)
+                for i in alive:
+                    self._num_nodes[int(slots[i])] = int(sizes[i])
+                first = np.isfinite(found.given).argmax(axis=1)
+                counts = np.bincount(first[:, :num_nodes][found.is_node[:, :num_nodes]])
+                stats.drafted.update(
+                    dict(zip(self._names, counts.tolist(), strict=False))
+                )
+                if num_nodes:
+                    empty = np.flatnonzero(sizes == 0).tolist()
+                    stats.reasons = {req_ids[i]: NO_CANDIDATES for i in empty}
+
+        return Once(heard)
+
+    def _ask(
+        self, batch: InputBatch, num_new: torch.Tensor, states: TargetStates | None
+    ) -> Callable[[], Found]:
+        """Launch SSMs and lookups, timed."""
+        budget, ssms, num_reqs = self._budget, self._sources.ssms, batch.num_reqs
+        slots = batch.idx_mapping_np
         before = np.sum([source.work for source in ssms], axis=0)
         # The positions of roots are the device's.
         roots = root_rows(self._sampler.sampling_states, slots, np.zeros(num_reqs, int))
@@ -207,36 +242,24 @@ class AheadSteps:
                 num_reqs, int(rows), int(levels), seconds, follows=True
             )
         )
-        starts = self._starts[slots]
-
-        def heard() -> None:
-            found = wait()
-            with self.learning:
-                alive = np.flatnonzero(self._starts[slots] == starts).tolist()
-                self._learn(found, slots, alive, num_nodes)
-                sizes = found.is_node.sum(axis=1)
-                for i in alive:
-                    self._num_nodes[int(slots[i])] = int(sizes[i])
-                first = np.isfinite(found.given).argmax(axis=1)
-                counts = np.bincount(first[:, :num_nodes][found.is_node[:, :num_nodes]])
-                stats.drafted.update(
-                    dict(zip(self._names, counts.tolist(), strict=False))
-                )
-                empty = np.flatnonzero(sizes == 0).tolist()
-                stats.reasons = {req_ids[i]: NO_CANDIDATES for i in empty}
-
-        return Once(heard)
+        return wait
 
     def _learn(
-        self, found: Found, slots: np.ndarray, alive: list[int], num_nodes: int
+        self,
+        found: Found,
+        slots: np.ndarray,
+        alive: list[int],
+        num_nodes: int,
+        asks: bool,
     ) -> None:
         """What has been found is told to sources and budget."""
-        tokens = self._tokens()
-        for source in self._sources.lookups:
+        tokens, lookups = self._tokens(), self._sources.lookups
+        for source in lookups:
             for i in alive:
                 text = tokens[slots[i], : found.lengths[i]]
                 source.has_read(int(slots[i]), text)
-        for source, grown in zip(self._sources.ssms, found.grown, strict=True):
+        ssms = self._sources.ssms if asks else []
+        for source, grown in zip(ssms, found.grown, strict=True):
             source.on_device.levels.observe(grown)
             for i in alive:
                 slot = int(slots[i])
@@ -247,7 +270,10 @@ class AheadSteps:
             parents[num_nodes:] = NO_NODE
             given[:, num_nodes:] = -np.inf
             self._sources.note_found(int(slots[i]), parents, given)
-        self._budget.observe_chances(found.scores, num_nodes)
+        self._budget.observe_chances(found.scores, num_nodes, asks)
+        if lookups:
+            known = found.given[:, : len(lookups)].max(axis=1)
+            self._budget.observe_known(-np.sort(-known, axis=1))
 
 
 def _nothing() -> None:

@@ -98,17 +98,29 @@ class Budget:
         """Of expanding nodes, in this step; nothing costs anything."""
         return Worth()
 
-    def nodes(self, num_reqs: int, most: int) -> int:
-        """So many nodes each of R trees gets that nobody has seen yet, of so many."""
+    def nodes(self, num_reqs: int, most: int, asks: bool = True) -> int:
+        """So many nodes each of R trees gets that nobody has seen yet.
+
+        Args:
+            num_reqs: R.
+            most: No more than these.
+            asks: The SSMs are asked; otherwise all nodes are lookups'.
+        """
         return most
 
-    def observe_chances(self, scores: np.ndarray, num_nodes: int) -> None:
+    def observe_chances(
+        self, scores: np.ndarray, num_nodes: int, asks: bool = True
+    ) -> None:
         """What such trees turned out to be.
 
         Args:
             scores: [R, N] log of the chances, best first; -inf where there is no node.
             num_nodes: So many of them had rows.
+            asks: As in `nodes`.
         """
+
+    def observe_known(self, scores: np.ndarray) -> None:
+        """What trees of lookups alone are, or would have been; [R, N] as above."""
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score below which nodes cost more than they bring.
@@ -174,6 +186,8 @@ class LoadBudget(Budget):
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
         self._profile, self._draft_size = Average(), Average()
+        # [N] the same chances of lookups alone, where nobody sees the trees in time.
+        self._known = Average()
         # Drafts that were timed; those of other engines count less.
         self._num_drafts = 0.0
         self._tokens_per_second = 0.0
@@ -215,11 +229,12 @@ class LoadBudget(Budget):
         if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
             return True
         rate, _ = self._usual_tree(num_reqs)
-        plain = self._step.seconds(num_reqs)
-        tokens, seconds = num_reqs, plain
+        rate_without, _ = self._known_tree(num_reqs)
         if known is not None:
             tokens, seconds, _ = self._worth(num_reqs, known)
-        lost = 1 - rate * num_reqs * seconds / tokens
+            rate_without = tokens / (num_reqs * seconds)
+        lost = 1 - rate / rate_without
+        plain = self._step.seconds(num_reqs)
         reading_steps = self._reading_seconds(unread) / plain
         if lost + reading_steps / PAYBACK_STEPS <= 0:
             self._idle_steps, self._tries = 0, 0
@@ -243,10 +258,27 @@ class LoadBudget(Budget):
     def _usual_tree(self, num_reqs: int) -> tuple[float, int]:
         """Tokens per second and request of the best trees, and how many nodes they
         have, where all of R are of the usual chances."""
-        tokens, best, drafting = 1.0, (0.0, 0), self._draft_seconds(num_reqs)
+        drafting = self._draft_seconds(num_reqs)
+        return self._best_tree(num_reqs, self._profile, drafting, (0.0, 0))
+
+    def _known_tree(self, num_reqs: int) -> tuple[float, int]:
+        """The same of lookups alone, without nodes where that is best."""
+        plain = 1 / self._step.seconds(num_reqs), 0
+        if self._known.value is None:
+            return plain
+        return self._best_tree(num_reqs, self._known, 0.0, plain)
+
+    def _best_tree(
+        self,
+        num_reqs: int,
+        profile: "Average",
+        drafting: float,
+        best: tuple[float, int],
+    ) -> tuple[float, int]:
+        tokens = 1.0
         rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
         costs = self._step.seconds_of(rows, 1.0)
-        chances = self._profile.value.tolist()
+        chances = profile.value.tolist()
         for count, (chance, seconds) in enumerate(zip(chances, costs, strict=True), 1):
             tokens += CAUTION * chance
             best = max(best, (tokens / (seconds + drafting), count))
@@ -276,21 +308,32 @@ class LoadBudget(Budget):
             self._draft.marginal(0, 1) * rate,
         )
 
-    def nodes(self, num_reqs: int, most: int) -> int:
+    def nodes(self, num_reqs: int, most: int, asks: bool = True) -> int:
         """As many as the usual trees are best with."""
-        if not self._knows_trees:
+        profile = self._profile if asks else self._known
+        if profile.value is None or not self._step.known:
             return most
-        _, count = self._usual_tree(num_reqs)
-        return min(count, most)
+        tree = self._usual_tree if asks else self._known_tree
+        return min(tree(num_reqs)[1], most)
 
-    def observe_chances(self, scores: np.ndarray, num_nodes: int) -> None:
+    def observe_chances(
+        self, scores: np.ndarray, num_nodes: int, asks: bool = True
+    ) -> None:
         """As `least_score`, which has seen the trees in time."""
         num_reqs, chances = len(scores), np.exp(scores)
-        self._profile.observe(chances.sum(axis=0) / num_reqs, num_reqs)
+        if asks:
+            self._profile.observe(chances.sum(axis=0) / num_reqs, num_reqs)
         if self._step.known:
             tokens = num_reqs + CAUTION * float(chances[:, :num_nodes].sum())
-            seconds = self._step.seconds(num_reqs * (num_nodes + 1), 1.0)
-            self._note_rate(tokens / (seconds + self._draft_seconds(num_reqs)))
+            seconds = self._step.seconds(
+                num_reqs * (num_nodes + 1), float(num_nodes > 0)
+            )
+            drafting = self._draft_seconds(num_reqs) if asks else 0.0
+            self._note_rate(tokens / (seconds + drafting))
+
+    def observe_known(self, scores: np.ndarray) -> None:
+        """Averages by which `nodes` and `drafts` go."""
+        self._known.observe(np.exp(scores).mean(axis=0), len(scores))
 
     def least_score(self, scores: np.ndarray, drafted: bool) -> float:
         """The score of the last node that raises the expected tokens per second."""
