@@ -1,24 +1,31 @@
-"""P9, P10 and more: the engine on a GPU: whether it is right, and what it costs.
+"""P8 to P10 and more: the engine on a GPU: whether it is right, and what it costs.
 
-    python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts equality ...]
+    python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts goals]
+
+Checks, `--parts checks`:
 
 - equality: greedy and seeded texts in float32, beside plain vLLM on Model Runner V2 and
   its own Triton attention; every text that differs is told with its first place. The
   host waits for every step.
 - equality_async: the same with asynchronous scheduling, vLLM's default.
-- equality_graphs: the same with CUDA graphs of verification and drafting, too.
+- equality_graphs: the same with CUDA graphs of verification and drafting, too, vLLM's
+  default as well.
 - equality_offload: the same with part of the target's weights in the host's memory.
 - waits: drafting, verification and what they prepare, with graphs, while torch raises
   where the host waits for the device without being meant to; and how often it means to.
-- steps: milliseconds of a decoding step by nodes per tree and by batch, with graphs.
-- steps_8b: the same of a target of --shape with random weights, Llama 3 8B's (P9).
-- busy: in which part of the time of such steps the device works (P10), with graphs.
-- speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
-- speed_graphs: the same with CUDA graphs in all three.
 
-`--parts checks` are the first five, `--parts times` the others. Each part is a process
-of its own that is ended when its time is over; what fails leaves its traceback in
-PART.txt, and the others run. All parts end within --minutes.
+Times, `--parts goals`, with graphs and asynchronous scheduling:
+
+- kernels: `cuda_kernels.py`, one layer's attention beside others (P8).
+- steps_8b: milliseconds of a decoding step by nodes per tree and by batch, of a target
+  of --shape with random weights, Llama 3 8B's (P9).
+- busy: in which part of the time of such steps the device works (P10).
+- speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
+- steps: as steps_8b, of --target; only where it is named.
+
+Each part is a process of its own that is ended when its share of --minutes is over,
+with what the parts before it have left. What fails leaves its traceback in PART.txt,
+and the others run. Every part of the goals leaves a CSV, a table and a picture.
 """
 
 import argparse
@@ -26,7 +33,9 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -42,7 +51,6 @@ from vllm_specinfer.evidence.tables import markdown_of, report, write_csv
 from vllm_specinfer.refusals import CUDA_ENV
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
-GRAPHS = {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 # Engines of one process share the device's memory.
 MEMORY = {"gpu_memory_utilization": 0.25}
 LLAMA_3_8B = {
@@ -59,6 +67,8 @@ LLAMA_3_8B = {
 PROFILED_STEPS = 20
 # Steps of a batch that do not count: prompts, and what is compiled when first used.
 FIRST_STEPS = 4
+# Seconds that a part whose deadline has come may need to end.
+ENDING = 15
 
 
 def main() -> None:
@@ -66,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/cuda_engine"))
     names = [*PARTS, *GROUPS]
-    parser.add_argument("--parts", nargs="+", choices=names, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=names, default=["goals"])
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--target", help="default: SmolLM2-135M-Instruct")
     parser.add_argument("--ssm", default=str(POOL))
@@ -86,7 +96,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     parts = [part for name in args.parts for part in GROUPS.get(name, [name])]
-    failed = [name for name in parts if not _runs(name, args, end)]
+    failed = []
+    while parts:
+        shares = [SHARES.get(part, 1) for part in parts]
+        args.seconds = (end - time.monotonic()) * shares[0] / sum(shares)
+        name = parts.pop(0)
+        if not _runs(name, args):
+            failed.append(name)
     print("failed: " + ", ".join(failed) if failed else "all parts ran")
     raise SystemExit(bool(failed))
 
@@ -165,7 +181,7 @@ def waits(args: argparse.Namespace) -> str:
     prompts = assets.prompt_ids(args.data, 4, args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
     spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
-    engine = {"dtype": args.dtype, **MEMORY, **GRAPHS}
+    engine = {"dtype": args.dtype, **MEMORY}
     llm = start_engine(args.target, longest, len(prompts), spec, engine)
     params = [
         SamplingParams(temperature=t, seed=1, max_tokens=args.max_tokens)
@@ -215,6 +231,23 @@ def waits(args: argparse.Namespace) -> str:
     )
 
 
+def kernels(args: argparse.Namespace) -> str:
+    """`cuda_kernels.py` in this part's time.
+
+    Raises:
+        AssertionError: A kernel is wrong; the times are written all the same.
+    """
+    deadline = str(args.seconds - ENDING)
+    script = str(Path(__file__).with_name("cuda_kernels.py"))
+    sys.argv = [script, "--out", str(args.out), "--deadline", deadline]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise AssertionError("a kernel is wrong, as said above") from None
+    return f"attention.csv, .md and .png in {args.out}\n"
+
+
 def steps(args: argparse.Namespace) -> str:
     """Seconds of a step by nodes per tree, all nodes in every step."""
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
@@ -235,6 +268,7 @@ def steps_8b(args: argparse.Namespace) -> str:
         for _ in range(max(args.batches))
     ]
     engine = {"load_format": "dummy", "skip_tokenizer_init": True}
+    engine["gpu_memory_utilization"] = 0.6
     return _steps(args, "steps_8b", str(target), str(ssm), prompts, **engine)
 
 
@@ -265,7 +299,9 @@ def _steps(
         "tree": tree,
     }
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    graphs = {} if _on_cpu() else GRAPHS
+    # Capturing more of a large target would take minutes.
+    sizes = sorted({b * (1 + n) for b in args.batches for n in (0, *args.nodes)})
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
     engine = {"dtype": args.dtype, **MEMORY, **graphs, **engine}
     llm = start_engine(target, longest, max(args.batches), spec, engine)
     speculator = runner_of(llm).speculator
@@ -284,12 +320,16 @@ def _steps(
             speculator.propose = limited
             timings.clear()
             seconds = _step_seconds(llm, prompts[:batch], params)
+            verification = statistics.median(timings)
+            if not num_nodes:
+                plain = verification
             rows.append(
                 {
                     "batch": batch,
                     "nodes": num_nodes,
                     "milliseconds": 1e3 * seconds,
-                    "without drafting": 1e3 * statistics.median(timings),
+                    "without drafting": 1e3 * verification,
+                    "over one token": verification / plain,
                 }
             )
     return report(args.out, out, rows, x="nodes", y="milliseconds", line="batch")
@@ -308,7 +348,7 @@ def busy(args: argparse.Namespace) -> str:
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
     spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
-    engine = {"dtype": args.dtype, **MEMORY, **GRAPHS}
+    engine = {"dtype": args.dtype, **MEMORY}
     llm = start_engine(args.target, longest, max(args.batches), spec, engine)
     params = SamplingParams(
         temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
@@ -329,9 +369,9 @@ def busy(args: argparse.Namespace) -> str:
             for event in profiled.events()
             if event.device_type == DeviceType.CUDA
         ]
-        rows.append({"batch": batch, "busy": busy_share(spans)})
-    write_csv(args.out / "busy.csv", rows)
-    return markdown_of(rows)
+        share = busy_share(spans)
+        rows.append({"scheduler": spec["scheduler"], "batch": batch, "busy": share})
+    return report(args.out, "busy", rows, x="batch", y="busy", line="scheduler")
 
 
 def busy_share(spans: list[tuple[float, float]]) -> float:
@@ -351,7 +391,7 @@ def busy_share(spans: list[tuple[float, float]]) -> float:
     return covered / (until - first)
 
 
-def speed(args: argparse.Namespace, out: str = "speed", **engine: Any) -> str:
+def speed(args: argparse.Namespace) -> str:
     """Tokens/s of plain vLLM, its chain of drafts, and specinfer."""
     settings = BenchSettings(
         args.target,
@@ -368,9 +408,10 @@ def speed(args: argparse.Namespace, out: str = "speed", **engine: Any) -> str:
         max_prompts=args.prompts,
         max_tokens=args.max_tokens,
         ignore_eos=True,
-        engine={"dtype": args.dtype, **MEMORY, **engine},
+        engine={"dtype": args.dtype, **MEMORY},
+        starts=1,
     )
-    return bench(args.out / out, settings, ["benchmarks/cuda_engine.py"])
+    return bench(args.out / "speed", settings, ["benchmarks/cuda_engine.py"])
 
 
 def equality_async(args: argparse.Namespace) -> str:
@@ -380,7 +421,7 @@ def equality_async(args: argparse.Namespace) -> str:
 
 def equality_graphs(args: argparse.Namespace) -> str:
     """`equality` with graphs and asynchronous scheduling."""
-    return equality(args, "equality_graphs", **GRAPHS)
+    return equality(args, "equality_graphs", async_scheduling=None)
 
 
 def equality_offload(args: argparse.Namespace) -> str:
@@ -388,31 +429,25 @@ def equality_offload(args: argparse.Namespace) -> str:
     return equality(args, "equality_offload", enforce_eager=True, cpu_offload_gb=0.1)
 
 
-def speed_graphs(args: argparse.Namespace) -> str:
-    """`speed` with graphs."""
-    return speed(args, "speed_graphs", **GRAPHS)
-
-
 CHECKS = (equality, equality_async, equality_graphs, equality_offload, waits)
-TIMES = (steps, steps_8b, busy, speed, speed_graphs)
-PARTS: dict[str, Callable[..., str]] = {p.__name__: p for p in (*CHECKS, *TIMES)}
+GOALS = (kernels, steps_8b, busy, speed)
+PARTS: dict[str, Callable[..., str]] = {p.__name__: p for p in (*CHECKS, *GOALS, steps)}
 GROUPS = {
     "checks": [part.__name__ for part in CHECKS],
-    "times": [part.__name__ for part in TIMES],
+    "goals": [part.__name__ for part in GOALS],
 }
+# Of the time; speed starts three engines.
+SHARES = {"speed": 3, "kernels": 2, "steps_8b": 2}
 
 
-def _runs(name: str, args: argparse.Namespace, end: float) -> bool:
+def _runs(name: str, args: argparse.Namespace) -> bool:
     """Run a part in a process and print what it found; whether it ended well."""
     started = time.monotonic()
-    if started >= end:
-        print(f"\n{name}: left out, the time is over", flush=True)
-        return False
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(name, args)
     )
     process.start()
-    process.join(end - started)
+    process.join(args.seconds)
     if process.exitcode is None:
         process.kill()
         process.join()

@@ -49,6 +49,7 @@ REQUIRED = (
 REQUIRED_IN_WORKER = (
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
+    "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.__init__",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.set_attn",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.propose",

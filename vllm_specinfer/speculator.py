@@ -7,6 +7,7 @@ that no client waits for them.
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,11 @@ class TreeSpeculator(DraftModelSpeculator):
     speculative_config: SpecInferConfig
 
     def __init__(
-        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        req_states: RequestState,
+        capture_any_rows: Callable[[CUDAGraphMode], None],
     ) -> None:
         """Create the tree rows.
 
@@ -76,8 +81,10 @@ class TreeSpeculator(DraftModelSpeculator):
             vllm_config: The engine's config; its speculative config is ours.
             device: The worker's device.
             req_states: The runner's request states.
+            capture_any_rows: Has full graphs of verification take any tree.
         """
         super().__init__(vllm_config, device)
+        self._capture_any_rows = capture_any_rows
         self._req_states = req_states
         self._sampler: Sampler | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
@@ -110,8 +117,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self._drafting, self._verifying = WorkerStats(), WorkerStats()
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Note whether drafting is to be captured."""
+        """Note whether drafting is to be captured; called again for each KV cache."""
         self._captures = cudagraph_mode.has_full_cudagraphs()
+        if self._captures:
+            self._capture_any_rows(cudagraph_mode)
 
     def capture(self) -> None:
         """Capture the passes of SSMs and heads; called once the target's are."""
@@ -203,6 +212,8 @@ class TreeSpeculator(DraftModelSpeculator):
         vLLM's own version builds all groups with one config; SSMs differ in theirs.
         """
         self._model_state = model_state
+        # Its graphs are of another KV cache: vLLM's profiling captures, too.
+        self._ahead = None
         bound = [
             source.bind(kv_cache_config, block_tables) for source in self.sources.ssms
         ]

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
@@ -73,7 +74,7 @@ class TreeWorker(Worker):
         super().init_device()
         runner = self.model_runner
         runner.speculator = TreeSpeculator(
-            self.vllm_config, self.device, runner.req_states
+            self.vllm_config, self.device, runner.req_states, self._capture_any_rows
         )
         runner.lora_state = TreeLoraState(
             runner.max_num_reqs, lambda: runner.model_state.num_logits
@@ -81,6 +82,24 @@ class TreeWorker(Worker):
         # Before the target is loaded: it is compiled with these outputs or without.
         runner.use_aux_hidden_state_outputs = (
             self.vllm_config.speculative_config.reads_layers
+        )
+
+    def _capture_any_rows(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Capture verification for requests with any number of rows up to a tree's.
+
+        vLLM does that for adaptive verification; else every request must have N + 1
+        rows, and the budget gives fewer (vllm/v1/worker/gpu/cudagraph_utils.py).
+        """
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        runner = self.model_runner
+        runner.cudagraph_manager = ModelCudaGraphManager(
+            self.vllm_config,
+            self.device,
+            cudagraph_mode,
+            decode_query_len=runner.decode_query_len,
+            lora_capture_cases=runner.lora_capture_cases,
+            varlen_decode=True,
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -30,6 +30,13 @@ READS = {
     *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
     *(torch.Tensor.__index__, torch.Tensor.__array__),
 }
+# The shape of what they give is the device's to know, and the host waits for it.
+SHAPES = {
+    *(torch.nonzero, torch.Tensor.nonzero, torch.unique, torch.Tensor.unique),
+    *(torch.masked_select, torch.Tensor.masked_select),
+    *(torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose),
+}
+INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 FACTORIES = {torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full} | {
     torch.arange
 }
@@ -55,7 +62,8 @@ class DeviceGuard(TorchFunctionMode):
         caller = _caller()
         tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
         on_device = [t for t in tensors if t not in self._on_host]
-        reads = func in READS and on_device and _is_package(caller)
+        asks = func in READS or _asks_for_shapes(func, args)
+        reads = asks and on_device and _is_package(caller)
         if reads and caller != device.__file__:
             raise AssertionError(f"{caller} reads from the device: {func}")
         mixes = on_device and any(t in self._on_host and t.dim() for t in tensors)
@@ -172,6 +180,15 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
             )
         with guard:
             yield guard
+
+
+def _asks_for_shapes(func: Callable, args: tuple) -> bool:
+    if func in INDEXING:
+        masks = [x for x in tree_leaves(args[1]) if torch.is_tensor(x)]
+        return any(mask.dtype == torch.bool and mask.dim() for mask in masks)
+    if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
+        return torch.is_tensor(args[-1])
+    return func in SHAPES or (func is torch.where and len(args) == 1)
 
 
 def _is_package(file: str) -> bool:

@@ -39,7 +39,7 @@ def main() -> None:
     """Decode with and without trees and save the texts and what was counted."""
     interpreter.prepare()
     from tests.e2e import engine
-    from tests.e2e.interpreted_worker import cuda_path, ssms_now_and_then
+    from tests.e2e.interpreted_worker import changing_budgets, cuda_path
     from vllm_specinfer import plugin
 
     target, ssm, head, output = sys.argv[1:]
@@ -89,8 +89,10 @@ def main() -> None:
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
     with cuda_path() as counts:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
-        with ssms_now_and_then():
-            (found["now and then"],) = engine._run_jobs([jobs["suffix"]])
+        with changing_budgets():
+            (found["changing"],) = engine._run_jobs([jobs["suffix"]])
+    with cuda_path("NONE"):
+        (found["eager"],) = engine._run_jobs([{**jobs["two"], **ahead}])
     Path(output).write_text(json.dumps([of_cpu, found, counts._asdict()]))
 
 

@@ -1,22 +1,31 @@
 """A CPU worker whose attention and commit are CUDA's."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
 )
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.warmup import warmup_kernels
+from vllm.v1.worker.workspace import init_workspace_manager
 
+from tests.e2e.recorded_graphs import GRAPHS, recorded
 from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 from vllm_specinfer.cpu_worker import SpecInferCPUWorker
+
+# Nodes of the trees that `changing_budgets` gives.
+SIZES = (5, 1, 0, 8, 2)
 
 
 class InterpretedBackend(CUDATreeAttentionBackend):
@@ -29,14 +38,14 @@ class InterpretedBackend(CUDATreeAttentionBackend):
 
 
 class InterpretedWorker(SpecInferCPUWorker):
-    """Runs CUDA's path.
+    """Runs CUDA's path, and starts in the order of vLLM's GPU worker.
 
     Attributes:
-        warm_ups: Engines of the process that are still to be warmed up.
+        warm_ups: Engines of the process with asynchronous scheduling, vLLM's default,
+            that are still to be warmed up; half a minute each.
     """
 
-    # One that waits for the step before and one that does not; half a minute each.
-    warm_ups = 2
+    warm_ups = 1
 
     def register_attention(self) -> None:
         """Replace CPU_ATTN."""
@@ -45,17 +54,38 @@ class InterpretedWorker(SpecInferCPUWorker):
         )
         selector._cached_get_attn_backend.cache_clear()
 
+    def init_device(self) -> None:
+        """With what lets captures lock their workspace."""
+        super().init_device()
+        init_workspace_manager(self.device)
+
+    def determine_available_memory(self) -> int:
+        """With a capture over a small KV cache, which is thrown away."""
+        available, before = super().determine_available_memory(), set(GRAPHS)
+        if self._captures:
+            self.model_runner.profile_cudagraph_memory()
+        self._profiled = weakref.WeakSet(set(GRAPHS) - before)
+        return available
+
+    def initialize_from_config(self, *args: Any) -> None:
+        """Nobody keeps graphs of that cache."""
+        super().initialize_from_config(*args)
+        gc.collect()
+        assert not self._profiled
+
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's GPU worker: made-up steps, after a capture of graphs."""
-        self.model_runner.model_state.prepare_dummy_inputs(1, 1)
-        speculator = self.model_runner.speculator
-        speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-        with torch.inference_mode():
-            speculator.capture()
-        if InterpretedWorker.warm_ups:
+        """With made-up steps, then a capture of graphs."""
+        asynchronous = self.vllm_config.scheduler_config.async_scheduling
+        if InterpretedWorker.warm_ups and asynchronous:
             InterpretedWorker.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        if self._captures:
+            self.model_runner.capture_model()
         return super().compile_or_warm_up_model()
+
+    @property
+    def _captures(self) -> bool:
+        return self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 class Counts(NamedTuple):
@@ -64,7 +94,7 @@ class Counts(NamedTuple):
     Attributes:
         launches: Of each kernel.
         steps: As `counted` gives them, of waits.
-        passes: As `graphs_replayed` gives them.
+        passes: As `named` gives them.
     """
 
     launches: dict[str, int]
@@ -73,8 +103,12 @@ class Counts(NamedTuple):
 
 
 @contextmanager
-def cuda_path() -> Iterator[Counts]:
-    """Engines of this process take CUDA's path; `interpreter.prepare` was called."""
+def cuda_path(mode: str = "FULL_DECODE_ONLY") -> Iterator[Counts]:
+    """Engines of this process take CUDA's path; `interpreter.prepare` was called.
+
+    Args:
+        mode: Of their CUDA graphs.
+    """
     from tests.e2e.device_guard import guarded
     from vllm_specinfer import config
 
@@ -83,8 +117,9 @@ def cuda_path() -> Iterator[Counts]:
         mock.patch.object(config, "CPU_WORKER", worker),
         # vLLM's K/V write asks for it to choose its launch.
         mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
-        positions_as_captured(),
-        graphs_replayed() as passes,
+        graphs_in_mode(CUDAGraphMode[mode]),
+        recorded(),
+        named() as passes,
         guarded(launches) as guard,
         counted(lambda: guard.num_reads) as steps,
     ):
@@ -92,27 +127,48 @@ def cuda_path() -> Iterator[Counts]:
 
 
 @contextmanager
-def graphs_replayed() -> Iterator[list[str]]:
-    """Graphs that launch once more what was captured; which passes were one."""
+def graphs_in_mode(mode: CUDAGraphMode) -> Iterator[None]:
+    """CUDA graphs, which vLLM switches off on a CPU."""
+    check = CpuPlatform.check_and_update_config
+
+    def checked(cls: type, vllm_config: VllmConfig) -> None:
+        check(vllm_config)
+        if spec := vllm_config.speculative_config:
+            max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+            most = max_num_reqs * (spec.num_speculative_tokens + 1)
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_mode = mode
+            compilation.cudagraph_capture_sizes = [1, 2, 8, most]
+            compilation.max_cudagraph_capture_size = most
+
+    with mock.patch.object(
+        CpuPlatform, "check_and_update_config", classmethod(checked)
+    ):
+        yield
+
+
+@contextmanager
+def named() -> Iterator[list[str]]:
+    """Names of the passes: graphs of drafting and of verification, and the others."""
     from vllm_specinfer.drafting import ahead, ssm
 
     run_rows, passes = ssm.NeuralSSM._run_rows, []
-    look_up = ahead.AheadDrafter.look_up
+    captured, look_up = ssm.captured, ahead.AheadDrafter.look_up
+    run_fullgraph = ModelCudaGraphManager.run_fullgraph
 
-    def captured(launch: Callable, *_: Any) -> tuple[Any, Callable[[], None]]:
-        outputs = launch()
+    def named_graph(*args: Any) -> ssm.Captured:
+        outputs, replay = captured(*args)
 
-        def replay() -> None:
+        def replayed() -> None:
             passes.append("graph")
-            for kept, output in zip(outputs, launch(), strict=True):
-                kept.copy_(output)
+            replay()
 
-        return outputs, replay
+        return outputs, replayed
 
     def run(self: ssm.NeuralSSM, rows: ssm.PassRows, *args: Any) -> torch.Tensor:
         num_replays = len(passes)
         hidden = run_rows(self, rows, *args)
-        if len(passes) == num_replays:
+        if len(passes) == num_replays and self._graphs:
             passes.append("level" if rows.is_tree.any() else "catch-up")
         return hidden
 
@@ -120,21 +176,29 @@ def graphs_replayed() -> Iterator[list[str]]:
         passes.append("look-up")
         return look_up(self, slots)
 
+    def verified(self: ModelCudaGraphManager, *args: Any) -> Any:
+        passes.append("verification")
+        return run_fullgraph(self, *args)
+
     with (
         mock.patch.object(ahead.AheadDrafter, "look_up", looked_up),
-        mock.patch.object(ssm, "captured", captured),
+        mock.patch.object(ssm, "captured", named_graph),
         mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
+        mock.patch.object(ModelCudaGraphManager, "run_fullgraph", verified),
     ):
         yield passes
 
 
 @contextmanager
-def ssms_now_and_then() -> Iterator[None]:
-    """Static budgets ask SSMs in two of four steps."""
+def changing_budgets() -> Iterator[None]:
+    """Static budgets ask SSMs in two of four steps, and give trees all sizes."""
     from vllm_specinfer.scheduling.budget import Budget
 
-    answers = itertools.cycle([True, True, False, False])
-    with mock.patch.object(Budget, "drafts", lambda *_, **__: next(answers)):
+    asks, sizes = itertools.cycle([True, True, False, False]), itertools.cycle(SIZES)
+    with (
+        mock.patch.object(Budget, "drafts", lambda *_, **__: next(asks)),
+        mock.patch.object(Budget, "nodes", lambda *_, **__: next(sizes)),
+    ):
         yield
 
 
@@ -151,10 +215,15 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
     def executed(self: TreeWorker, *args: Any) -> Any:
         before = counter()
         output = execute(self, *args)
-        speculator = self.model_runner.speculator
+        runner = self.model_runner
+        speculator, state = runner.speculator, runner.execute_model_state
         sizes = getattr(speculator._ahead, "sizes", None)
         step = {"ahead": bool(sizes), "launch": counter() - before}
-        found.append({**step, "looks_up": bool(speculator.sources.lookups)})
+        step["looks_up"] = bool(speculator.sources.lookups)
+        if state is not None and runner.cudagraph_manager._graphs_captured:
+            batch = state.input_batch
+            step["prefills"], step["rows"] = batch.has_prefill, batch.num_tokens
+        found.append(step)
         return output
 
     def sampled(self: TreeWorker, *args: Any) -> Any:
@@ -168,20 +237,3 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         mock.patch.object(TreeWorker, "sample_tokens", sampled),
     ):
         yield found
-
-
-@contextmanager
-def positions_as_captured() -> Iterator[None]:
-    """Fail where a pass gets its positions from elsewhere than a graph would."""
-    from vllm_specinfer.model_state import TreeModelState
-
-    prepare_inputs = TreeModelState.prepare_inputs
-
-    def prepared(self: Any, *args: Any) -> dict[str, Any]:
-        inputs = prepare_inputs(self, *args)
-        if self._captured:
-            assert inputs["positions"].data_ptr() == self._positions.data_ptr()
-        return inputs
-
-    with mock.patch.object(TreeModelState, "prepare_inputs", prepared):
-        yield

@@ -3,7 +3,6 @@
 Nothing of vLLM is replaced: these are choices that a user could have made.
 """
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.refusals import CUDA_BACKEND
@@ -28,20 +27,9 @@ def unsupported_reason(args: "EngineArgs") -> str | None:
 
 
 def choose(args: "EngineArgs") -> None:
-    """Tree attention, and no graphs unless asked for."""
-    from vllm.config import CUDAGraphMode
-    from vllm.logger import init_logger
-
-    logger = init_logger(f"vllm.{__name__}")
+    """Tree attention; CUDA graphs and asynchronous scheduling are vLLM's default."""
     if args.attention_config.backend is None:
         args.attention_backend = CUDA_BACKEND
-    if args.compilation_config.cudagraph_mode is None:
-        args.compilation_config = copy.copy(args.compilation_config)
-        args.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-        logger.info(
-            "specinfer: CUDA graphs are off; compilation_config.cudagraph_mode has "
-            "verification and drafting captured"
-        )
 
 
 def _name(chosen: Any) -> str:
