@@ -1,8 +1,10 @@
 """What an engine on CUDA is refused and started with, on a double of the platform."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +84,30 @@ def test_cuda_gets_tree_attention_and_vllms_defaults_otherwise(on_cuda, create):
     # The same arguments serve a second engine.
     again, _ = create(args)
     assert again.attention_backend == "CUSTOM"
+
+
+def test_vllm_makes_graphs_and_asynchronous_scheduling_of_it(make_llama):
+    models = make_llama("target"), make_llama("ssm")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.cuda_front_end", *models],
+        env=os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    sizes = found.pop("capture_sizes")
+    # Whole trees of 8 nodes, and single tokens.
+    assert {1, 2, 4, 9, 18, 36} <= set(sizes)
+    assert found == {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "async_scheduling": True,
+        "scheduler_cls": speculative_config.SCHEDULER,
+        "worker_cls": "vllm_specinfer.gpu_worker.SpecInferGPUWorker",
+        "v2": True,
+        "backends": ["CUDATreeAttentionBackend"] * 2,
+    }
 
 
 @pytest.mark.parametrize(
