@@ -1,14 +1,19 @@
-"""What the rows of a target step are padded to."""
+"""How sources are loaded, and what the rows of a target step are padded to."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
+from vllm_specinfer import loading
 from vllm_specinfer.kernels.cpu.linear import linear_for
 from vllm_specinfer.loading import row_sizes
+from vllm_specinfer.options import BestFirstTree, SSMSource
+from vllm_specinfer.scheduling.budget import Budget
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -38,3 +43,33 @@ def test_on_a_cpu_the_kernels_of_linear_layers_pad():
     target[0].cpu_linear = linear_for(target[0].weight.data)
     # Dot products of up to 12 rows, then half vectors of 8 rows.
     assert row_sizes(config(), target, CPU) == [*range(1, 13), 16, 24, 32]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ssms_stay_on_the_device_whatever_of_the_target_does_not(monkeypatch, fails):
+    class Offloader(NoopOffloader):
+        """Keeps the target's weights elsewhere."""
+
+    def load(*_):
+        seen.append(type(get_offloader()))
+        if fails:
+            raise OSError
+        return SimpleNamespace()
+
+    offloader, seen, made = Offloader(), [], config()
+    made.speculative_config = SimpleNamespace(
+        ssm_model_configs=["a config"],
+        num_speculative_tokens=8,
+        sources=[SSMSource("an SSM")],
+        tree=BestFirstTree(4, 4),
+        verification_rule="coupled",
+    )
+    monkeypatch.setattr(loading, "_load_ssm", load)
+    monkeypatch.setattr(loading, "eagle_type", lambda _: None)
+    set_offloader(offloader)
+    try:
+        with pytest.raises(OSError) if fails else contextlib.nullcontext():
+            loading.load_sources(made, nn.Module(), CPU, Budget())
+        assert seen == [NoopOffloader] and get_offloader() is offloader
+    finally:
+        set_offloader(None)

@@ -1,5 +1,7 @@
 """From the configuration to loaded sources, with what they have learned before."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, replace
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.offloader import get_offloader, set_offloader
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
@@ -49,10 +52,11 @@ def load_sources(
             lookups.append(lookup_source(source, max_num_reqs, num_nodes))
             continue
         number, config = len(ssms), next(configs)
-        if eagle_type(config) is None:
-            ssm = _load_ssm(vllm_config, config, device, f"ssm{number}")
-        else:
-            ssm = _load_head(vllm_config, config, device, target)
+        with _not_offloaded():
+            if eagle_type(config) is None:
+                ssm = _load_ssm(vllm_config, config, device, f"ssm{number}")
+            else:
+                ssm = _load_head(vllm_config, config, device, target)
         ssms.append(
             NeuralSource(
                 ssm,
@@ -120,6 +124,21 @@ def _give_predictors(sources: SourceSet, file: str | None) -> None:
     if file is not None:
         for source in sources.ssms:
             source.predictor = read_predictor(Path(file))
+
+
+@contextmanager
+def _not_offloaded() -> Iterator[None]:
+    """What is loaded now stays on the device, whatever of the target does not.
+
+    An SSM is small and runs several times a step, and vLLM's prefetching offloader
+    takes one model (vllm/model_executor/offloader/prefetch.py).
+    """
+    offloader = get_offloader()
+    set_offloader(None)
+    try:
+        yield
+    finally:
+        set_offloader(offloader)
 
 
 def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig:

@@ -28,6 +28,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.device import read, stage, token_rows
 from vllm_specinfer.drafting.blocks import BlockIds
+from vllm_specinfer.drafting.graphs import most_requests
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet
@@ -136,15 +137,17 @@ class TreeSpeculator(DraftModelSpeculator):
         window = 1 + sources.max_depth
         for source in sources.lookups:
             source.capture(texts)
+        most_nodes = max(source.most_nodes for source in sources.ssms)
+        num_reqs = most_requests(self.max_num_reqs, most_nodes)
         for source in sources.ssms:
-            source.capture(texts, window)
+            source.capture(texts, window, num_reqs)
         # Decisions that depend on when something is heard are not those of other ranks.
         alone = self.vllm_config.parallel_config.world_size == 1
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
         if alone and asynchronous and can_draft_ahead(sources):
-            slots, nodes = self.max_num_reqs, self.num_speculative_steps
+            nodes = self.num_speculative_steps
             self._ahead = AheadSteps(
-                AheadDrafter(sources, nodes, slots, texts, self.device),
+                AheadDrafter(sources, nodes, texts, self.device),
                 sources,
                 self.budget,
                 self._sampler,

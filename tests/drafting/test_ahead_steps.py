@@ -99,6 +99,8 @@ class Lookup:
 class Drafter:
     """Finds what it is told to."""
 
+    max_num_reqs = 3
+
     def __init__(self, ssms):
         self.buffers = TreeBuffers(SLOTS, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
@@ -195,6 +197,7 @@ def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 1, 3]))
     assert not steps.takes(a_batch([0], has_prefill=True))
     assert not steps.takes(a_batch([0], has_structured_output_reqs=True))
+    assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
     steps.sampler.back = [3]
     assert not steps.takes(a_batch([0, 3]))

@@ -6,7 +6,13 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers
-from vllm_specinfer.drafting.graphs import GraphShape, PassGraph, PassGraphs, PassRows
+from vllm_specinfer.drafting.graphs import (
+    GraphShape,
+    PassGraph,
+    PassGraphs,
+    PassRows,
+    most_requests,
+)
 
 CPU = torch.device("cpu")
 
@@ -43,6 +49,14 @@ def test_graphs_take_powers_of_two_requests_and_the_most(most, sizes):
     shapes: list[GraphShape] = []
     PassGraphs(GraphShape(most, 3, 1), lambda shape: shapes.append(shape))
     assert shapes == [GraphShape(size, 3, 1) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("max_num_reqs", "most_nodes", "num_reqs"),
+    [(1024, 4, 256), (128, 4, 128), (1024, 1, 1024), (8, 2000, 1)],
+)
+def test_the_largest_graphs_have_bounded_levels(max_num_reqs, most_nodes, num_reqs):
+    assert most_requests(max_num_reqs, most_nodes) == num_reqs
 
 
 def test_the_smallest_graph_that_takes_a_pass_runs_it():

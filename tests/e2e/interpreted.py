@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import interpreter
@@ -41,6 +42,7 @@ def main() -> None:
     from tests.e2e import engine
     from tests.e2e.interpreted_worker import changing_budgets, cuda_path
     from vllm_specinfer import plugin
+    from vllm_specinfer.drafting import graphs
 
     target, ssm, head, output = sys.argv[1:]
     os.environ.update(engine.ENV)
@@ -91,6 +93,9 @@ def main() -> None:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
         with changing_budgets():
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
+    # With graphs of one request, and without.
+    with cuda_path(), mock.patch.object(graphs, "MOST_ROWS", 1):
+        (found["small graphs"],) = engine._run_jobs([jobs["ahead"]])
     with cuda_path("NONE"):
         (found["eager"],) = engine._run_jobs([{**jobs["two"], **ahead}])
     Path(output).write_text(json.dumps([of_cpu, found, counts._asdict()]))

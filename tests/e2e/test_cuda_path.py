@@ -44,7 +44,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
     assert found["eagle"]["tokens"] == plain[:2]
     assert found["two"]["tokens"] == plain[:1]
-    for name in ("ahead", "eager"):
+    for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
     assert found["coupled"]["accepted"] > found["coupled"]["drafts"] > 5
     assert found["eagle"]["drafts"] > 5

@@ -77,6 +77,7 @@ class AheadDrafter:
     """Drafts by SSMs and heads, beside lookups that the device knows.
 
     Attributes:
+        max_num_reqs: Requests of the largest step that it drafts for.
         buffers: Where the trees are.
     """
 
@@ -84,7 +85,6 @@ class AheadDrafter:
         self,
         sources: SourceSet,
         num_nodes: int,
-        max_num_reqs: int,
         texts: Texts,
         device: torch.device,
     ) -> None:
@@ -93,7 +93,6 @@ class AheadDrafter:
         Args:
             sources: With SSMs.
             num_nodes: N.
-            max_num_reqs: Request slots.
             texts: Of all slots.
             device: The worker's device.
         """
@@ -101,8 +100,9 @@ class AheadDrafter:
         self._texts = texts
         self._max_depth = sources.max_depth
         self._num_nodes, self._least = num_nodes, sources.least
-        self.buffers = TreeBuffers(max_num_reqs, num_nodes, device)
-        sizes = graph_sizes(max_num_reqs)
+        self.buffers = TreeBuffers(len(texts.lengths), num_nodes, device)
+        self.max_num_reqs = self._ssms[0].on_device.max_num_reqs
+        sizes = graph_sizes(self.max_num_reqs)
         self._finishes = {
             (size, draws): self._captured(graphs[0].inputs, graphs)
             for size in sizes

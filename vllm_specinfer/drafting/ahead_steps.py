@@ -102,7 +102,8 @@ class AheadSteps:
         slots = batch.idx_mapping_np
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         return not (
-            batch.has_prefill
+            batch.num_reqs > self._drafter.max_num_reqs
+            or batch.has_prefill
             or batch.has_structured_output_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
             or looks_back(self._sampler, slots).any()

@@ -84,7 +84,11 @@ class TreeInputs(NamedTuple):
 
 
 class DeviceTrees:
-    """Graphs for 1, 2, 4, ... requests, each for greedy ones and for any."""
+    """Graphs for 1, 2, 4, ... requests, each for greedy ones and for any.
+
+    Attributes:
+        max_num_reqs: Requests of the largest.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class DeviceTrees:
         tree: Tree,
         num_nodes: int,
         num_candidates: int,
+        max_num_reqs: int,
         texts: Texts,
         window: int,
     ) -> None:
@@ -102,10 +107,12 @@ class DeviceTrees:
             tree: The shape of its trees.
             num_nodes: Nodes to keep per tree.
             num_candidates: So many of the likeliest tokens a draw is made from.
+            max_num_reqs: Requests of the largest graphs.
             texts: Of all slots.
             window: Most tokens that a step adds to a text (T).
         """
         self._ssm = ssm
+        self.max_num_reqs = max_num_reqs
         self._num_nodes = num_nodes
         self._window = window
         captured = [
@@ -116,7 +123,7 @@ class DeviceTrees:
                     for m in (1, num_candidates)
                 ],
             )
-            for size in graph_sizes(ssm.max_num_reqs)
+            for size in graph_sizes(max_num_reqs)
         ]
         # By the most requests, ascending: for greedy ones, for any.
         self._graphs = captured[::-1]

@@ -24,6 +24,10 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers
 
+# Rows of a level in the largest graphs: their logits stay in the graphs' memory, up to
+# ten bytes for each token of the vocabulary.
+MOST_ROWS = 1024
+
 # What a pass gives: hidden states [F, H], and whatever else its model returns by row.
 Outputs = tuple[torch.Tensor, ...]
 # Outputs that a replay overwrites, and the replay.
@@ -199,6 +203,14 @@ class PassGraphs:
                 fits = most_rows <= shape.rows_per_req and words <= shape.words
                 return graph if fits else None
         return None
+
+
+def most_requests(max_num_reqs: int, most_nodes: int) -> int:
+    """Requests of the largest graphs, of which each may have a level of so many nodes.
+
+    More of them draft without: where so many run, few nodes pay.
+    """
+    return max(1, min(max_num_reqs, MOST_ROWS // most_nodes))
 
 
 def graph_sizes(most: int) -> list[int]:

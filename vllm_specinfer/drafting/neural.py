@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser, DraftRows
+from vllm_specinfer.drafting.graphs import GraphShape
 from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
@@ -70,21 +71,26 @@ class NeuralSource:
         """Rows of forward passes so far, and passes over levels of trees."""
         return self.ssm.num_rows, self.ssm.num_levels
 
-    def capture(self, texts: "Texts", window: int) -> None:
+    @property
+    def most_nodes(self) -> int:
+        """Of a level of one tree whose children are asked for, the roots' included."""
+        return max(1, *level_sizes(self.tree, self.num_nodes))
+
+    def capture(self, texts: "Texts", window: int, num_reqs: int) -> None:
         """Capture graphs of what decoding runs: levels, and paths of that depth.
 
         Args:
             texts: Of all slots.
             window: Most tokens that a step adds to a text.
+            num_reqs: Requests of the largest graphs.
         """
         # Its kernels need Triton.
         from vllm_specinfer.drafting.device_trees import DeviceTrees
 
         words = level_words(self.tree, self.num_nodes)
-        sizes = level_sizes(self.tree, self.num_nodes)
-        self.ssm.capture(max(window, *sizes), words)
+        self.ssm.capture(GraphShape(num_reqs, max(window, self.most_nodes), words))
         self.on_device = DeviceTrees(
-            self.ssm, self.tree, self.num_nodes, NUM_CANDIDATES, texts, window
+            self.ssm, self.tree, self.num_nodes, NUM_CANDIDATES, num_reqs, texts, window
         )
 
     def num_unread(self, step: DraftStep) -> int:
@@ -122,7 +128,8 @@ class NeuralSource:
         hidden = self.ssm.catch_up(step)
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
         draws = self.draws(step.roots.temperatures)
-        if self.on_device is None or self.predictor or draws or not len(slots):
+        fits = self.on_device and 0 < len(slots) <= self.on_device.max_num_reqs
+        if not fits or self.predictor or draws:
             proposal = self._grown(hidden, step, least)
             return lambda: proposal
         found = self.on_device.grow(

@@ -315,15 +315,13 @@ class NeuralSSM:
     def _overwrite(self, kv_slots: np.ndarray) -> None:
         self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
 
-    def capture(self, rows_per_req: int, words: int) -> None:
+    def capture(self, most: GraphShape) -> None:
         """Capture graphs of the passes that decoding needs, on CUDA.
 
         Args:
-            rows_per_req: Most rows of a request in such a pass.
-            words: 64-bit words per bit row of a level (W).
+            most: The largest one.
         """
-        shape = GraphShape(self.max_num_reqs, rows_per_req, words)
-        self._graphs = PassGraphs(shape, self._graph)
+        self._graphs = PassGraphs(most, self._graph)
 
     def _graph(self, shape: GraphShape) -> PassGraph:
         fixed = self.static_pass(shape, PassRows.padding(shape))
