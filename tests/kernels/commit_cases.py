@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 SEEDS = range(8)
-BLOCK_SIZE, BLOCKS_PER_REQUEST, MOST_NODES = 32, 4, 40
+BLOCKS_PER_REQUEST, MOST_NODES = 4, 40
 
 
 def commit_case(seed: int, device: str = "cpu") -> tuple[list[torch.Tensor], dict]:
@@ -21,15 +21,15 @@ def commit_case(seed: int, device: str = "cpu") -> tuple[list[torch.Tensor], dic
     with gaps; trees may straddle blocks.
     """
     rng = np.random.default_rng(seed)
+    size = int(rng.choice([16, 32, 128]))  # of a block
     num_rows = np.array([1, 12, MOST_NODES + 1, *rng.integers(2, MOST_NODES + 2, 4)])
     num_blocks = len(num_rows) * BLOCKS_PER_REQUEST
     blocks = rng.permutation(num_blocks).reshape(len(num_rows), -1)
     slots, path = [], np.full((len(num_rows), MOST_NODES), 10**6, np.int32)
     count = np.zeros(len(num_rows), np.int32)
     for r, rows in enumerate(num_rows):
-        positions = rng.integers(0, 3 * BLOCK_SIZE - 10) + np.arange(rows)
-        block = blocks[r, positions // BLOCK_SIZE]
-        slots.append(block * BLOCK_SIZE + positions % BLOCK_SIZE)
+        positions = rng.integers(0, 4 * size - rows + 1) + np.arange(rows)
+        slots.append(blocks[r, positions // size] * size + positions % size)
         if r != 1:  # which rejects everything
             rising = np.arange(1, rows)
             if r != 2:  # a chain
@@ -44,7 +44,7 @@ def commit_case(seed: int, device: str = "cpu") -> tuple[list[torch.Tensor], dic
         (2, 256, torch.float16),
         (2, 32, torch.float8_e4m3fn),
     ):
-        shape = (num_blocks, heads, BLOCK_SIZE, 2 * head_size)
+        shape = (num_blocks, heads, size, 2 * head_size)
         tokens = torch.randn(*shape, generator=random).to(dtype)
         # Beside another layer's in one buffer, heads or positions first.
         order = (0, 2, 1, 3) if heads == 2 else (0, 1, 2, 3)

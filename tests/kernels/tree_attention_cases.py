@@ -16,6 +16,7 @@ import torch
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
 
+RANDOM_SEEDS = range(12)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
@@ -132,6 +133,45 @@ def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield step(wide, **one_head, head_size=96, words=3), {"num_splits": 5}
     for options in ({}, {"num_splits": 2}):
         yield step(wide, **one_head), {"window": 64, "chains": True, **options}
+    yield from map(random_step, RANDOM_SEEDS)
+
+
+def random_step(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A step of any shape that has one, and options for both."""
+    rng = np.random.default_rng(seed)
+
+    def any_of(*values: Any) -> Any:
+        return values[rng.integers(len(values))]
+
+    requests = []
+    for most in (128, 20, 20, 3)[-rng.integers(1, 5) :]:
+        num_nodes = int(rng.integers(1, most + 1))
+        rows = rng.random(num_nodes) < 0.5
+        chosen = rows.nonzero()[0].tolist() if rows.any() else None
+        is_tree = bool(rng.random() < 0.7)
+        context = int(rng.integers(0, any_of(4, 40, 200)))
+        rows = any_of(chosen, None) if is_tree else None
+        requests.append(Request(context, num_nodes, is_tree, rows))
+    arguments = step(
+        requests,
+        seed=seed,
+        dtype=any_of(*TOLERANCE),
+        head_size=any_of(32, 64, 80, 96, 128),
+        num_kv_heads=any_of(1, 2),
+        group=any_of(1, 2, 3, 4, 7, 8),
+        block_size=any_of(16, 32, 48, 128),
+        kv_dtype=any_of(None, None, torch.float8_e4m3fn),
+        sinks=any_of(False, True),
+        words=any_of(None, 3),
+        positions_first=any_of(False, True),
+    )
+    num_words = arguments["tree"].ancestor_bits.shape[1]
+    return arguments, {
+        "chains": any_of(False, True),
+        "num_splits": any_of(None, 1, 2, 5),
+        "softcap": any_of(0.0, 0.0, 3.0),
+        "window": any_of(0, 0, 64 * num_words, 64 * num_words + 70),
+    }
 
 
 def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
