@@ -94,10 +94,11 @@ def main() -> None:
         with changing_budgets():
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
     # With graphs of one request, and without.
+    one = [{**jobs["asynchronous"], **ahead}]
     with cuda_path(), mock.patch.object(graphs, "MOST_ROWS", 1):
-        (found["small graphs"],) = engine._run_jobs([jobs["ahead"]])
+        (found["small graphs"],) = engine._run_jobs(one)
     with cuda_path("NONE"):
-        (found["eager"],) = engine._run_jobs([{**jobs["two"], **ahead}])
+        (found["eager"],) = engine._run_jobs(one)
     Path(output).write_text(json.dumps([of_cpu, found, counts._asdict()]))
 
 

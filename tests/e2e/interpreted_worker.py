@@ -41,8 +41,8 @@ class InterpretedWorker(SpecInferCPUWorker):
     """Runs CUDA's path, and starts in the order of vLLM's GPU worker.
 
     Attributes:
-        warm_ups: Engines of the process with asynchronous scheduling, vLLM's default,
-            that are still to be warmed up; half a minute each.
+        warm_ups: Engines of the process with vLLM's defaults, graphs and asynchronous
+            scheduling, that are still to be profiled and warmed up, which takes long.
     """
 
     warm_ups = 1
@@ -62,7 +62,7 @@ class InterpretedWorker(SpecInferCPUWorker):
     def determine_available_memory(self) -> int:
         """With a capture over a small KV cache, which is thrown away."""
         available, before = super().determine_available_memory(), set(GRAPHS)
-        if self._captures:
+        if self._warms_up:
             self.model_runner.profile_cudagraph_memory()
         self._profiled = weakref.WeakSet(set(GRAPHS) - before)
         return available
@@ -75,13 +75,17 @@ class InterpretedWorker(SpecInferCPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """With made-up steps, then a capture of graphs."""
-        asynchronous = self.vllm_config.scheduler_config.async_scheduling
-        if InterpretedWorker.warm_ups and asynchronous:
+        if self._warms_up:
             InterpretedWorker.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         if self._captures:
             self.model_runner.capture_model()
         return super().compile_or_warm_up_model()
+
+    @property
+    def _warms_up(self) -> bool:
+        asynchronous = self.vllm_config.scheduler_config.async_scheduling
+        return self._captures and asynchronous and InterpretedWorker.warm_ups > 0
 
     @property
     def _captures(self) -> bool:
