@@ -197,8 +197,6 @@ class SpecInferConfig(SpeculativeConfig):
         """Why nodes do not follow the load, None where they do."""
         if self.scheduler == "static":
             return f"the scheduler is {self.scheduler!r}"
-        if self.target_parallel_config.tensor_parallel_size != 1:
-            return "tensor-parallel ranks must agree and have a clock each"
         if not isinstance(self.tree, BestFirstTree):
             return "the tree is an expansion"
         if self.verification_rule not in ("coupled", "naive"):

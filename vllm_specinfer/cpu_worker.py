@@ -6,6 +6,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer.hooks import cpu_linear, cpu_v2
+from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.worker import TreeWorker
 
@@ -47,9 +48,12 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         return times
 
     def _time_pass(self, rows: int) -> tuple[float, float]:
-        """Seconds of the target and of the SSMs for a pass of made-up tokens."""
+        """Seconds of the target and of the SSMs for a pass of made-up tokens.
+
+        All ranks get the first one's: it decides how many passes there are.
+        """
         started = time.perf_counter()
         self.model_runner._dummy_run(rows)
         seconds = time.perf_counter() - started
         ssms = self.model_runner.speculator.dummy_seconds
-        return seconds - ssms, ssms
+        return of_first_rank((seconds - ssms, ssms))

@@ -36,6 +36,7 @@ from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
 from vllm_specinfer.model_state import OnVerified, TreeModelState
 from vllm_specinfer.options import TESTS_DRAWS
+from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
@@ -178,7 +179,7 @@ class TreeSpeculator(DraftModelSpeculator):
             )
         if self.speculative_config.follows_load:
             sizes = row_sizes(self.vllm_config, target_model, self.device)
-            self.budget = LoadBudget(self.num_speculative_steps, sizes)
+            self.budget = LoadBudget(self.num_speculative_steps, sizes, of_first_rank)
         self.sources = load_sources(
             self.vllm_config, target_model, self.device, self.budget
         )

@@ -1,6 +1,7 @@
 """Two ranks: the text is that of one, and both ranks verify and draft the same."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,15 @@ PARAMS = [
 
 
 def state_of(worker) -> tuple[str, ...]:
-    """Digests of all texts and of all trees that a rank remembers."""
+    """Digests of all texts and trees that a rank remembers, and what it has learned."""
     runner = worker.model_runner
-    trees = runner.speculator._trees
+    trees, sources = runner.speculator._trees, runner.speculator.sources
     arrays = (
         runner.req_states.all_token_ids.gpu.numpy(),
         *(trees.parents, trees.depths, trees.root_positions),
     )
-    return tuple(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
+    digests = (hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
+    return *digests, json.dumps(sources.learned())
 
 
 def on_two_ranks(
@@ -81,9 +83,15 @@ def plain(llm) -> list[list[int]]:
     return [texts[0] for texts in result["tokens"]]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "mss"])
-def test_two_ranks_agree_with_each_other_and_with_plain_decoding(llm, plain, rule):
+@pytest.mark.parametrize(
+    ("rule", "scheduler"),
+    [("coupled", "static"), ("coupled", "auto"), ("mss", "auto")],
+)
+def test_two_ranks_agree_with_each_other_and_with_plain_decoding(
+    llm, plain, rule, scheduler
+):
     config = {**llm["speculative_config"], "verification": rule}
+    config["scheduler"] = scheduler
     # Ranks that part wait for each other.
     texts, (first, second), measured = engine.call(
         on_two_ranks, {**llm, "speculative_config": config}, timeout=300
@@ -93,6 +101,12 @@ def test_two_ranks_agree_with_each_other_and_with_plain_decoding(llm, plain, rul
         if rule == "coupled" or not params["temperature"]:
             assert text == expected
     assert rule == "coupled" or texts != plain
+    # Every rank has a clock, the budget of all goes by the first one's.
+    costs = json.loads(first[-1])["budget"]
+    assert bool(costs) == ((rule, scheduler) == ("coupled", "auto"))
+    if costs:
+        assert costs["step"]["values"][0] > 0
+        return  # as many nodes as pay, perhaps none
     # `reproduce tp` looks into such engines: greedy, with the steps of both sources.
     for params, text, expected in zip(PARAMS, measured.texts, plain, strict=True):
         assert params["temperature"] or text == expected[:16]

@@ -225,6 +225,22 @@ def test_trees_that_nobody_has_seen_get_the_usual_ones_best_number(slope, num_re
     assert budget.nodes(num_reqs, 2) == min(2, budget.nodes(num_reqs, 8))
 
 
+def test_all_ranks_go_by_seconds_that_they_agree_on():
+    heard = []
+
+    def agreed(seconds):
+        heard.append(seconds)
+        return 20e-3
+
+    budget = LoadBudget(8, agreed=agreed)
+    for seconds in (10e-3, 30e-3):
+        budget.observe_step(1, seconds, trees=False)
+        # A draft that counts for nothing is agreed on, too: others may count it.
+        budget.observe_draft(1, 10_000, 1, seconds)
+    assert heard == [10e-3, 10e-3, 30e-3, 30e-3]
+    assert budget._step.seconds(1) == pytest.approx(20e-3, rel=0.01)
+
+
 def test_lookups_that_nobody_has_seen_get_what_pays_for_them():
     budget = a_budget(10e-3, 1e-3, 1e-3)
     assert budget.nodes(1, 8, asks=False) == 8  # nothing is known of them

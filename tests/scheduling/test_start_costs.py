@@ -10,29 +10,13 @@ from vllm_specinfer.scheduling.budget import PLAIN_STEPS, Budget, LoadBudget
 class Machine:
     """Passes that take 10 ms and 0.4 ms per row, the SSMs' 1 ms; every fifth pauses."""
 
-    def __init__(self, clock=None, slow: float = 1.0) -> None:
-        self.clock, self.slow, self.runs = clock, slow, []
+    def __init__(self, slow: float = 1.0) -> None:
+        self.slow, self.runs = slow, []
 
     def run(self, rows: int) -> tuple[float, float]:
         self.runs.append(rows)
         target = self.slow * (10e-3 + 0.4e-3 * rows)
-        if self.clock is not None:
-            self.clock.now += target
         return target + 0.05 * (len(self.runs) % 5 == 0), 1e-3
-
-
-class Clock:
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(start_costs, "time", clock)
-    return clock
 
 
 def test_a_budget_starts_with_what_passes_take():
@@ -73,11 +57,11 @@ def test_drafting_is_judged_by_drafts_alone():
     assert not budget.drafts(1)
 
 
-def test_a_slow_model_is_not_measured_for_long(clock):
-    budget, machine = LoadBudget(8), Machine(clock, slow=100)
+def test_a_slow_model_is_not_measured_for_long():
+    budget, machine = LoadBudget(8), Machine(slow=100)
     start_costs.measure(budget, machine.run, most_rows=64)
     assert machine.runs == [1, 2, 4]
     assert budget.knows_costs
-    patient = Machine(clock, slow=10_000)
+    patient = Machine(slow=10_000)
     start_costs.measure(LoadBudget(8), patient.run, most_rows=64)
     assert patient.runs == [1]

@@ -8,7 +8,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -174,14 +174,21 @@ class LoadBudget(Budget):
 
     learns = True
 
-    def __init__(self, num_nodes: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        sizes: Sequence[int] = (),
+        agreed: Callable[[float], float] = float,
+    ) -> None:
         """Nothing is known yet.
 
         Args:
             num_nodes: The most a request may get (N).
             sizes: What the rows of a step are padded to, ascending.
+            agreed: What all ranks take for the seconds that each has measured.
         """
         self._num_nodes = num_nodes
+        self._agreed = agreed
         self._step, self._draft = CostLine(sizes), CostLine()
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
@@ -402,7 +409,7 @@ class LoadBudget(Budget):
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
-        self._step.observe(rows, seconds, trees)
+        self._step.observe(rows, self._agreed(seconds), trees)
 
     def observe_draft(
         self,
@@ -413,6 +420,7 @@ class LoadBudget(Budget):
         follows: bool = False,
     ) -> None:
         """The SSMs took so long for R requests and so many rows and levels."""
+        seconds = self._agreed(seconds)
         reads = not follows and rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
         if reads:
             self._row_seconds = seconds / rows

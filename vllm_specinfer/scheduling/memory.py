@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_specinfer.cache import cache_folder, cpu
 from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.ranks import is_first_rank, of_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,10 @@ class BudgetMemory:
     """What the sources of one engine have learned, and the file of it."""
 
     def __init__(self, file: Path, sources: SourceSet) -> None:
-        """Start the sources from what is in the file, if anything is."""
+        """Start the sources from what is in the first rank's file, if anything is."""
         self._file, self._sources = file, sources
         self._num_steps = 0
-        learned = load(file)
+        learned = of_first_rank(load(file))
         if learned is not None:
             try:
                 sources.recall(learned)
@@ -38,7 +39,7 @@ class BudgetMemory:
     def note_step(self) -> None:
         """Now and then, keep what the budget has learned for later engines."""
         self._num_steps += 1
-        if self._num_steps % SAVE_STEPS == 0:
+        if self._num_steps % SAVE_STEPS == 0 and is_first_rank():
             save(self._file, self._sources.learned())
 
 

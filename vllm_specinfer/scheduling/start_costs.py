@@ -5,7 +5,6 @@ The steps themselves correct it from then on (`cost.py`), so a few passes will d
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 from vllm_specinfer.scheduling.budget import Budget
@@ -29,11 +28,12 @@ def measure(
     """
     sizes = [1 << k for k in range(min(most_rows, MOST_ROWS).bit_length())]
     timings: dict[int, list[tuple[float, float]]] = {}
-    started = time.perf_counter()
+    spent = 0.0
     for rows in sizes * ROUNDS:
-        if timings and time.perf_counter() - started > SECONDS:
+        if spent > SECONDS:
             break
         timings.setdefault(rows, []).append(run(rows))
+        spent += sum(timings[rows][-1])
     for rows, seconds in timings.items():
         target, ssms = map(statistics.median, zip(*seconds, strict=True))
         budget.start_from(rows, target, ssms)
