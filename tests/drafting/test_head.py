@@ -12,13 +12,6 @@ from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE, DraftHead
 VOCAB, HIDDEN = 100, 16
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setattr(
-        head_module, "get_tensor_model_parallel_world_size", lambda: 1, raising=True
-    )
-
-
 def make(tmp_path, content=None, **processor):
     torch.manual_seed(0)
     # Whole eighths, so that bfloat16 holds them and their products exactly.
@@ -72,3 +65,18 @@ def test_a_head_with_more_than_rows_is_used_whole(tmp_path):
     _, children = head.likeliest(hidden, 1)
     chosen = (hidden @ weight.T).gather(1, children)
     torch.testing.assert_close(chosen, (hidden @ weight.T).amax(1, keepdim=True))
+
+
+def test_every_rank_has_the_rows_of_all(monkeypatch):
+    weight, tokens = torch.randn(VOCAB, HIDDEN), torch.tensor([3, 41, 42, 99, 7])
+    parts = []
+    for first, end in ((0, 42), (42, VOCAB)):
+        # vLLM pads a shard behind its rows.
+        shard = torch.nn.functional.pad(weight[first:end], (0, 0, 0, 6), value=9)
+        indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
+        head = SimpleNamespace(weight=shard, shard_indices=indices)
+        monkeypatch.setattr(
+            head_module, "tensor_model_parallel_all_reduce", parts.append
+        )
+        head_module._rows_of(head, tokens)
+    assert sum(parts).equal(weight[tokens])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e import engine
 from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
+from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
 from vllm_specinfer.evidence.bench import BenchSettings, measure
 from vllm_specinfer.evidence.measured import Measured
 from vllm_specinfer.options import METHOD
@@ -20,12 +21,14 @@ PARAMS = [
 
 
 def state_of(worker) -> tuple[str, ...]:
-    """Digests of all texts and trees that a rank remembers, and what it has learned."""
+    """Digests of all texts and trees that a rank remembers, and of its SSM's head; what
+    it has learned."""
     runner = worker.model_runner
     trees, sources = runner.speculator._trees, runner.speculator.sources
     arrays = (
         runner.req_states.all_token_ids.gpu.numpy(),
         *(trees.parents, trees.depths, trees.root_positions),
+        sources.ssms[0].ssm._head._rows.float().numpy(),
     )
     digests = (hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return *digests, json.dumps(sources.learned())
@@ -61,6 +64,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder: Path = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", seed=0)
     ssm = noisy_copy(target, folder / "ssm", noise=0.05)
+    vocab = json.dumps({"tokens": list(range(1, VOCAB))})
+    (Path(ssm) / DRAFT_VOCAB_FILE).write_text(vocab)
     config = {"method": "specinfer", "ssms": [ssm, "suffix"]}
     return {
         "model": target,

@@ -9,7 +9,7 @@ drafted. The output of the engine stays the target's either way.
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
@@ -46,7 +46,6 @@ class DraftHead:
             and getattr(head, "bias", None) is None
             and getattr(processor, "soft_cap", 0) is None
             and getattr(processor, "scale", 0) == 1.0
-            and get_tensor_model_parallel_world_size() == 1
         )
         offsets = getattr(model, "draft_id_to_target_id", None)
         if offsets is not None:
@@ -54,22 +53,22 @@ class DraftHead:
             if plain:
                 own = torch.arange(len(offsets), device=offsets.device)
                 self._tokens, order = (own + offsets.data).sort()
-                self._keep(head.weight.data[order])
+                self._keep(_rows_of(head, order))
             return
         tokens = _read_draft_vocab(config)
         if tokens is None:
             return
-        if not plain or head.weight.shape[0] < config.get_vocab_size():
+        if not plain or _vocab_size_of(head) < config.get_vocab_size():
             logger.warning(
-                "%s of the SSM %r is not used: its head is sharded, quantised, scaled, "
-                "capped or biased",
+                "%s of the SSM %r is not used: its head is quantised, scaled, capped "
+                "or biased",
                 DRAFT_VOCAB_FILE,
                 config.model,
             )
             return
         # Ascending, so that ties go to the lowest token as they do in the full head.
         self._tokens = torch.tensor(sorted(tokens), device=head.weight.device)
-        self._keep(head.weight.data[self._tokens])
+        self._keep(_rows_of(head, self._tokens))
 
     def _keep(self, rows: torch.Tensor) -> None:
         # Drafts need no more precision, and the rows' bytes are what costs time.
@@ -101,6 +100,24 @@ class DraftHead:
         logprobs = logits.log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, logits.shape[1]), dim=-1)
         return values, tokens if self._tokens is None else self._tokens[tokens]
+
+
+def _vocab_size_of(head: nn.Module) -> int:
+    return getattr(head, "org_vocab_size", head.weight.shape[0])
+
+
+def _rows_of(head: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """[n, H] rows of these tokens, on every tensor-parallel rank all of them.
+
+    So few rows are multiplied everywhere sooner than logits are gathered.
+    """
+    weight, shard = head.weight.data, getattr(head, "shard_indices", None)
+    if shard is None:
+        return weight[tokens]
+    places = tokens - shard.org_vocab_start_index
+    own = (places >= 0) & (tokens < shard.org_vocab_end_index)
+    rows = weight[torch.where(own, places, 0)] * own[:, None]
+    return tensor_model_parallel_all_reduce(rows)
 
 
 def _read_draft_vocab(config: ModelConfig) -> list[int] | None:
