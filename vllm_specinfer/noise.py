@@ -80,17 +80,19 @@ def gumbel_noise(
     return -np.log(-np.log(u)) if use_fp64 else -np.log(-_log1p_neg(u))
 
 
-def uniform(seed: int, pos: int, counters: np.ndarray) -> np.ndarray:
+def uniform(
+    seed: int | np.ndarray, pos: int | np.ndarray, counters: np.ndarray
+) -> np.ndarray:
     """Uniform numbers between 0 and 1, both excluded, of (seed, pos, counter).
 
     Args:
-        seed: A 64-bit seed.
-        pos: Position in the request, plus a multiple of ``DRAFT_NOISE_SALT`` for a
-            stream of its own.
-        counters: [n] non-negative, below 2**32.
+        seed: A 64-bit seed, or those of F rows.
+        pos: Position in the request, or [F] where there are F seeds; plus a multiple of
+            ``DRAFT_NOISE_SALT`` for a stream of its own.
+        counters: [n], or [F, n], non-negative, below 2**32.
 
     Returns:
-        [n] float64.
+        Shaped as the counters, float64.
     """
     return _uniform(seed, pos, counters, use_fp64=True)
 

@@ -443,6 +443,8 @@ def _generate(job: dict) -> dict:
     from vllm import LLM
     from vllm.model_executor.models import registry
 
+    # vLLM collects a dozen times per engine, which must not read all modules again.
+    gc.freeze()
     # vLLM looks at each architecture in a process of its own.
     registry._run_in_subprocess = lambda inspect: inspect()
     options = {"worker_cls": V2_WORKER} if job.get("plain_v2") else {}
@@ -490,6 +492,4 @@ def _generate(job: dict) -> dict:
     }
     del llm
     gc.collect()
-    # vLLM collects a dozen times per engine, which must not read all modules again.
-    gc.freeze()
     return result

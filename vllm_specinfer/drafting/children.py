@@ -107,7 +107,7 @@ class ChildChooser:
         # Whether tests need to know what sampled children were drawn from.
         self.draws = verification != "coupled"
         self._best = coupled or coupled_children
-        self._seed_offset = source * _SEED_STEP
+        self._seed_offset = np.uint64(source * _SEED_STEP % 2**64)
         self._replaces = verification != "rrs"
 
     def num_candidates(self, num_children: int, rows: DraftRows) -> int:
@@ -152,22 +152,24 @@ class ChildChooser:
         q = _sampling_distribution(
             logprobs, rows.temperatures, rows.top_k, rows.top_p, rows.min_p
         )
-        places = np.full((len(tokens), k), NO_DRAW, np.int64)
-        drawn_from = np.zeros((len(tokens), k, tokens.shape[1]))
-        for f in sampled.tolist():
-            scores[f], places[f], drawn_from[f] = _drawn(
-                q[f], self._uniforms(rows, f, k), self._replaces
-            )
-            children[f] = np.where(places[f] == NO_DRAW, 0, tokens[f][places[f]])
-        return Children(scores, children, Draws(places, tokens, drawn_from))
+        is_drawn = rows.temperatures[:, None] > 0
+        drawn, places, drawn_from = _drawn(
+            q * is_drawn, self._uniforms(rows, k), self._replaces
+        )
+        found = np.take_along_axis(tokens, places, axis=1)
+        return Children(
+            np.where(is_drawn, drawn, scores),
+            np.where(is_drawn, np.where(places == NO_DRAW, 0, found), children),
+            Draws(places, tokens, drawn_from),
+        )
 
-    def _uniforms(self, rows: DraftRows, f: int, count: int) -> np.ndarray:
-        """The randomness of a row's draws: every node of every tree has its own."""
+    def _uniforms(self, rows: DraftRows, count: int) -> np.ndarray:
+        """[F, count] randomness of the rows' draws: every node has its own."""
         # The root's position, not the row's: no two steps may share a draw.
         return uniform(
-            int(rows.seeds[f]) + self._seed_offset,
-            int(rows.roots[f]) + DRAFT_NOISE_SALT,
-            np.arange(count) + (int(rows.nodes[f]) + 1) * _MAX_CHILDREN,
+            rows.seeds.astype(np.uint64) + self._seed_offset,
+            rows.roots + DRAFT_NOISE_SALT,
+            np.arange(count) + (rows.nodes[:, None] + 1) * _MAX_CHILDREN,
         )
 
 
@@ -229,27 +231,35 @@ def coupled_children(
 def _drawn(
     q: np.ndarray, uniforms: np.ndarray, replaces: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """K draws from q: scores, places (`NO_DRAW` once nothing is left), their q."""
-    k = len(uniforms)
-    scores, places = np.full(k, -np.inf, np.float32), np.full(k, NO_DRAW, np.int64)
-    drawn_from = np.zeros((k, len(q)))
-    reached = 1.0  # the chance that every earlier test rejects
-    for j, u in enumerate(uniforms):
-        drawn_from[j] = q
+    """Draws from q [F, M] by uniforms [F, K]; none where q is 0.
+
+    Returns:
+        Scores [F, K], places [F, K], `NO_DRAW` once nothing is left, and what each was
+        drawn from [F, K, M].
+    """
+    num_rows, k = uniforms.shape
+    rows, num_candidates = np.arange(num_rows), q.shape[1]
+    scores = np.full((num_rows, k), -np.inf, np.float32)
+    places = np.full((num_rows, k), NO_DRAW, np.int64)
+    drawn_from = np.zeros((num_rows, k, num_candidates))
+    reached = np.ones(num_rows)  # the chance that every earlier test rejects
+    for j in range(k):
+        drawn_from[:, j] = q
         # Rounding may end the sums a hair below u.
-        place = min(
-            np.searchsorted(np.cumsum(q), u, side="right"), np.flatnonzero(q)[-1]
-        )
-        repeated = place in places[:j]
-        places[j] = place
-        if not repeated:  # else it shares the first one's node
-            accepted = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * q[place]
-            scores[j] = np.log(reached * accepted)
-            reached *= 1 - min(accepted, 1 - 1e-6)
+        last = num_candidates - 1 - (q[:, ::-1] > 0).argmax(axis=1)
+        place = (np.cumsum(q, axis=1) <= uniforms[:, j : j + 1]).sum(axis=1)
+        place = np.minimum(place, last)
+        repeated = (places[:, :j] == place[:, None]).any(axis=1)
+        chance = q[rows, place]
+        left = chance > 0
+        places[left, j] = place[left]
+        new = left & ~repeated  # else it shares the first one's node
+        accepted = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * chance
+        scores[new, j] = np.log((reached * accepted)[new])
+        reached[new] *= 1 - np.minimum(accepted[new], 1 - 1e-6)
         if not replaces:
             q = q.copy()
-            q[place] = 0
-            if (total := q.sum()) <= 0:
-                break
-            q /= total
+            q[rows, place] = 0
+            total = q.sum(axis=1, keepdims=True)
+            q /= np.where(total > 0, total, 1)
     return scores, places, drawn_from

@@ -69,15 +69,17 @@ def stacked(draws: list[Draws]) -> Draws:
     Raises:
         ValueError: The list is empty.
     """
+    num_rows = sum(len(d.places) for d in draws)
     num_draws = max(d.places.shape[1] for d in draws)
     num_candidates = max(d.tokens.shape[1] for d in draws)
-
-    def padded(values: np.ndarray, fill: int, *shape: int) -> np.ndarray:
-        pads = [(0, n - have) for n, have in zip(shape, values.shape[1:], strict=True)]
-        return np.pad(values, [(0, 0), *pads], constant_values=fill)
-
-    return Draws(
-        np.vstack([padded(d.places, NO_DRAW, num_draws) for d in draws]),
-        np.vstack([padded(d.tokens, NO_CANDIDATE, num_candidates) for d in draws]),
-        np.vstack([padded(d.q, 0, num_draws, num_candidates) for d in draws]),
-    )
+    places = np.full((num_rows, num_draws), NO_DRAW)
+    tokens = np.full((num_rows, num_candidates), NO_CANDIDATE)
+    q = np.zeros((num_rows, num_draws, num_candidates))
+    start = 0
+    for d in draws:
+        (rows, k), m = d.places.shape, d.tokens.shape[1]
+        end = start + rows
+        places[start:end, :k], tokens[start:end, :m] = d.places, d.tokens
+        q[start:end, :k, :m] = d.q
+        start = end
+    return Draws(places, tokens, q)

@@ -146,14 +146,9 @@ class DrawTestingSampler(Sampler):
         p, positions = read(
             (chosen.gather(1, tokens.clamp(min=0)) - total).exp(), pos[places]
         )
-        seeds = self.sampling_states.seeds.np[self._slots[rows]].tolist()
-        counters = np.arange(draws.places.shape[1])
-        uniforms = np.array(
-            [
-                uniform(seed, position + TEST_SALT, counters)
-                for seed, position in zip(seeds, positions.tolist(), strict=True)
-            ]
-        )
+        seeds = self.sampling_states.seeds.np[self._slots[rows]]
+        counters = np.indices(draws.places.shape)[1]
+        uniforms = uniform(seeds, positions + TEST_SALT, counters)
         chosen_places, left = verify_draws(p, draws, uniforms)
         accepted = draws.tokens[np.arange(len(rows)), chosen_places]
         accepted = np.where(chosen_places == NO_DRAW, -1, accepted)
