@@ -53,6 +53,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "batch_size": "continuations per step",
         "validation": "part of the prompts held out for the curves",
         "seed": "of order and new weights",
+        "engine": "arguments of the vllm.LLM that continues the prompts, as JSON",
         "num_ssms": "rounds, an SSM each",
         "base": "SSM to start every round from; default: a new one",
         "keep_base": "the base is the first SSM of the pool as it is",
@@ -69,10 +70,13 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
     }
     common = {field.name for field in dataclasses.fields(Training)}
     for name, (field, kind) in fields.items():
-        required = field.default is dataclasses.MISSING
+        made = field.default_factory is dict
+        required = field.default is dataclasses.MISSING and not made
         text = helps[name] if name in common else f"{kind}: {helps[name]}"
         if field.default is False:
             options: dict[str, Any] = {"action": "store_true"}
+        elif made:
+            options = {"type": evidence.engine_arguments, "metavar": "JSON"}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}

@@ -47,6 +47,7 @@ def command(target, out, **changes):
         "batch-size": 8,
         "validation": 0.2,
         "learning-rate": 3e-3,
+        "engine": '{"enforce_eager": true}',
         **changes,
     }
     given = {name: value for name, value in options.items() if value is not None}
@@ -56,6 +57,7 @@ def command(target, out, **changes):
 def run(arguments, **kwargs):
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -155,6 +157,14 @@ def test_options_of_another_type_are_refused(target, tmp_path, capsys):
     assert cli.main([str(a) for a in arguments]) == 1
     sentence = "--type eagle3 must go without --hidden, --layers"
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["[1]", "{dtype}"])
+def test_engine_arguments_are_an_object(target, tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit):
+        cli.main(command(target, tmp_path / "out", engine=wrong))
+    assert "must be a JSON object such as {" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_next_round_learns_the_unmarked_windows_only():

@@ -25,6 +25,22 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_bench(commands)
 
 
+def engine_arguments(text: str) -> dict[str, Any]:
+    """Further arguments of `vllm.LLM`.
+
+    Raises:
+        argparse.ArgumentTypeError: This is not a JSON object.
+    """
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        wanted = 'a JSON object such as {"dtype": "float32"}'
+        raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
+    return arguments
+
+
 def engine_options(parser: argparse.ArgumentParser) -> None:
     """What the engines of a command run."""
     parser.add_argument(
@@ -33,7 +49,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        type=json.loads,
+        type=engine_arguments,
         default={},
         metavar="JSON",
         help='arguments of vllm.LLM, as \'{"dtype": "float32"}\'',

@@ -175,12 +175,12 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, prompts))
-    llm = LLM(
-        settings.target,
-        max_model_len=longest + settings.max_tokens,
-        max_num_seqs=min(64, len(left)),
-        seed=settings.seed,
-    )
+    arguments = {
+        "max_model_len": longest + settings.max_tokens,
+        "max_num_seqs": min(64, len(left)),
+        "seed": settings.seed,
+    }
+    llm = LLM(settings.target, **{**arguments, **settings.engine})
     params = SamplingParams(temperature=0, max_tokens=settings.max_tokens)
     for start in range(0, len(left), PROMPTS_BETWEEN_WRITES):
         batch = left[start : start + PROMPTS_BETWEEN_WRITES]

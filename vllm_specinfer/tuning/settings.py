@@ -7,9 +7,9 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 SETTINGS_FILE = "tuning.json"
 # Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
@@ -31,6 +31,7 @@ class Training:
         batch_size: Continuations per optimiser step.
         validation: Part of the prompts held out for the curves.
         seed: Of the split, the order and the new weights.
+        engine: Further arguments of the `vllm.LLM` that writes the continuations.
     """
 
     target: str
@@ -43,6 +44,7 @@ class Training:
     batch_size: int = 16
     validation: float = 0.05
     seed: int = 0
+    engine: dict[str, Any] = field(default_factory=dict)
 
     # Fields that count something.
     _counts: ClassVar[tuple[str, ...]] = ("max_tokens", "epochs", "batch_size")
