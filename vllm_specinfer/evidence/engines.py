@@ -1,6 +1,7 @@
 """Engines that live in this process, so that one can look into them."""
 
 import collections
+import gc
 import itertools
 import multiprocessing
 import os
@@ -47,6 +48,8 @@ def start_engine(
         "disable_log_stats": False,
         "speculative_config": config,
     }
+    # vLLM collects a dozen times per engine, which must not read all modules again.
+    gc.freeze()
     return LLM(**{**common, **engine})
 
 
