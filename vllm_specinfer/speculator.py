@@ -234,7 +234,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.sources.start(slot, request)
             return
         with self._ahead.learning:
-            self._ahead.start(slot, request.req_id)
+            self._ahead.start(slot, request)
             self.sources.start(slot, request)
 
     def _plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:

@@ -66,7 +66,7 @@ class Ssm:
 
     def __init__(self):
         self.ssm = self.on_device = self.levels = self
-        self.behind, self.read, self.grown = [], [], []
+        self.behind, self.read, self.grown, self.caught_up = [], [], [], []
 
     def draws(self, temperatures):
         return bool((temperatures > 0.9).any())  # as if 1.0 were tested
@@ -80,6 +80,11 @@ class Ssm:
     def has_read(self, slot, num_tokens, tokens):
         assert tokens[0] == 100 + slot
         self.read.append((slot, num_tokens))
+
+    def catch_up(self, step):
+        assert not len(step.growing)
+        for slot, end in zip(step.slots.tolist(), step.num_tokens, strict=True):
+            self.caught_up.append((slot, step.all_token_ids[slot, :end].tolist()))
 
     def observe(self, scores):
         self.grown.append(scores)
@@ -104,13 +109,14 @@ class Drafter:
     def __init__(self, ssms):
         self.buffers = TreeBuffers(SLOTS, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
-        self.is_following, self.ssms = True, ssms
+        self.is_following, self.ssms, self.lagging = True, ssms, []
         self.launched, self.looked_up, self.num_heard = [], [], 0
 
     def follows(self, slots):
-        return self.is_following
+        return self.is_following and not np.isin(slots, self.lagging).any()
 
     def launch(self, slots, num_new, roots, states):
+        assert num_new.tolist() == [1 + slot for slot in slots]
         self.launched.append(slots.tolist())
         for ssm in self.ssms:
             ssm.work = ssm.work[0] + 10, ssm.work[1] + 2
@@ -172,30 +178,46 @@ def steps(monkeypatch):
     return result
 
 
-def a_batch(slots, nodes=0, **more):
-    """Decoding requests `r<slot>`, each with so many nodes that were verified."""
-    count = len(slots)
+def a_batch(slots, nodes=0, read=None, **more):
+    """Requests `r<slot>`, each with so many nodes that were verified.
+
+    Of 9 tokens of a prompt a step has read another 4 behind those of `read`, by slot;
+    the other requests are decoding.
+    """
+    count, read = len(slots), read or {}
+    before = np.array([read.get(slot, 9) for slot in slots])
     return SimpleNamespace(
-        **{"has_prefill": False, "has_structured_output_reqs": False, **more},
+        **{"has_structured_output_reqs": False, **more},
+        has_prefill=bool(read),
+        prefill_len_np=np.full(count, 9),
+        is_prefilling_np=before < 9,
+        num_computed_prefill_tokens_np=before,
         idx_mapping=torch.tensor(slots),
         idx_mapping_np=np.array(slots),
         req_ids=[f"r{slot}" for slot in slots],
         num_reqs=count,
         num_tokens=count * (nodes + 1),
         num_computed_tokens_np=np.full(count, 10),
-        num_scheduled_tokens=np.full(count, nodes + 1),
+        num_scheduled_tokens=np.where(before < 9, 4, nodes + 1),
     )
 
 
 def draft(steps, batch, most=NODES):
-    stats = WorkerStats()
-    ones = torch.ones(batch.num_reqs, dtype=torch.int32)
-    return steps.draft(batch, ones, None, most, stats), stats
+    stats, num_new = WorkerStats(), batch.idx_mapping.int() + 1
+    return steps.draft(batch, num_new, None, most, stats), stats
+
+
+def start(steps, slot, name="new", tokens=()):
+    request = SimpleNamespace(req_id=name, prefill_token_ids=list(tokens))
+    steps.start(slot, request)
 
 
 def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 1, 3]))
-    assert not steps.takes(a_batch([0], has_prefill=True))
+    assert steps.takes(a_batch([0, 3], read={0: 0}))
+    steps._reads_states = True
+    assert not steps.takes(a_batch([0, 3], read={0: 0}))
+    assert steps.takes(a_batch([0, 3]))
     assert not steps.takes(a_batch([0], has_structured_output_reqs=True))
     assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
@@ -231,7 +253,7 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
 def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps):
     draft(steps, a_batch([3, 1]))
     hear = steps.hear
-    steps.start(3, "other")
+    start(steps, 3)
     draft(steps, a_batch([1]))
     hear()
     assert [slot for slot, _ in steps.sources.ssms[0].read] == [1]
@@ -240,7 +262,7 @@ def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps):
 
 def test_a_request_that_begins_anew_has_no_tree(steps):
     draft(steps, a_batch([3, 1]))
-    steps.start(2, "r3")
+    start(steps, 2, "r3")
     assert steps.sizes == {"r1": NODES}
     batch = a_batch([3, 1], NODES)
     batch.num_draft_tokens_per_req = np.full(2, NODES, np.int32)
@@ -257,6 +279,51 @@ def test_where_the_ssms_have_more_to_read_the_host_drafts(steps):
     assert found == (True, True) and not steps.drafter.launched
     # 12 tokens with the last step's new one, 7 of which each SSM has read.
     assert steps.budget.unread == [2 * 2 * 5]
+
+
+def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):
+    tokens = {slot: [50 + 10 * slot + i for i in range(9)] for slot in (0, 1, 2)}
+    for slot, prompt in tokens.items():
+        start(steps, slot, tokens=prompt)
+    # The first ends its prompt, the second does not, the third decodes.
+    batch = a_batch([0, 1, 3], read={0: 5, 1: 4})
+    found, _ = draft(steps, batch)
+    assert found.shape == (3, NODES)
+    assert steps.drafter.launched == [[0, 3]]
+    assert steps.sizes == {"r0": NODES, "r3": NODES}
+    read = [(0, tokens[0]), (1, tokens[1][:8])]
+    assert [ssm.caught_up for ssm in steps.sources.ssms] == [read] * 2
+    # Two of theirs, and what each SSM has not read of 9 and 8 tokens.
+    assert steps.budget.unread == [2 + 2 * (2 + 1)]
+    # Nobody is told what prompts, or the step with them, took.
+    draft(steps, a_batch([0, 3], NODES))
+    draft(steps, a_batch([0, 3], NODES))
+    assert steps.budget.steps == [(8, True)]
+    assert steps.budget.drafts_timed == [(2, 20, 4, True)]
+
+
+def test_inside_prompts_nobody_gets_a_tree(steps):
+    start(steps, 1, tokens=range(9))
+    found, stats = draft(steps, a_batch([1], read={1: 0}))
+    assert found.shape == (1, NODES) and steps.sizes == {} and not stats.reasons
+    assert steps.sources.ssms[0].caught_up == [(1, [0, 1, 2, 3])]
+    steps.hear()
+    assert not steps.drafter.launched and not steps.drafter.num_heard
+
+
+def test_prompts_wait_where_ssms_sit_out_or_the_host_drafts(steps):
+    steps.budget.draft = False
+    batch = a_batch([0, 3], read={0: 5})
+    draft(steps, batch)
+    assert [ssm.behind for ssm in steps.sources.ssms] == [[0, 3]] * 2
+    steps.budget.draft, steps.drafter.lagging = True, [3]
+    assert draft(steps, batch)[0] == (True, True)
+    assert not any(ssm.caught_up for ssm in steps.sources.ssms)
+    # Too short a prompt shows once it is read.
+    steps.drafter.lagging = [0]
+    assert draft(steps, batch)[0] == (True, True)
+    assert all(ssm.caught_up for ssm in steps.sources.ssms)
+    assert not steps.drafter.launched
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -327,7 +394,7 @@ def test_steps_and_drafts_that_follow_each_other_are_timed(steps):
     # Nobody knows what ran before the first step; the last one is not yet told.
     assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
     assert steps.budget.steps == [(8, True), (8, True), (2, False)]
-    steps.start(1, "r1")
+    start(steps, 1)
     draft(steps, a_batch([3, 0, 1]))
     draft(steps, a_batch([3, 0, 1]))
     draft(steps, a_batch([3, 0, 1]))

@@ -21,7 +21,8 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
 LONGER = {"max_tokens": 16}
 LONG = {**GREEDY, **LONGER}
-PROMPTS = [[5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
+# The second one is read in two pieces, the last two are shorter than a tree is deep.
+PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
 TREE = {"max_depth": 4, "max_width": 3, "min_probability": 0}
 
 LLM = {
@@ -32,7 +33,7 @@ LLM = {
     "enforce_eager": True,
     "block_size": 32,
     "num_gpu_blocks_override": 64,
-    "max_num_batched_tokens": 64,
+    "max_num_batched_tokens": 32,
 }
 
 

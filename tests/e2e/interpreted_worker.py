@@ -224,9 +224,12 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         sizes = getattr(speculator._ahead, "sizes", None)
         step = {"ahead": bool(sizes), "launch": counter() - before}
         step["looks_up"] = bool(speculator.sources.lookups)
-        if state is not None and runner.cudagraph_manager._graphs_captured:
-            batch = state.input_batch
-            step["prefills"], step["rows"] = batch.has_prefill, batch.num_tokens
+        if state is not None:
+            batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
+            step["prefills"] = batch.has_prefill
+            step["logprobs"] = dims(batch.idx_mapping_np) is not None
+            if runner.cudagraph_manager._graphs_captured:
+                step["rows"] = batch.num_tokens
         found.append(step)
         return output
 

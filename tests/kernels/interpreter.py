@@ -48,7 +48,13 @@ def _mend() -> None:
     from vllm.v1.worker.gpu.metrics import logits
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
+    tl, builder_cls = interpreter.tl, interpreter.InterpreterBuilder
     topk_topp_sampler.HAS_TRITON = False  # that kernel
+    # It replaces the language in every call of every function; once is enough.
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang(language)
+    replaced = SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = lambda function: replaced
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
@@ -56,7 +62,6 @@ def _mend() -> None:
         ptr, value, np.asarray(mask).astype(np.bool_)
     )
     # A bfloat16 is stored as an integer, and dots would multiply those.
-    tl, builder_cls = interpreter.tl, interpreter.InterpreterBuilder
     dot = builder_cls.create_dot
 
     def create_dot(self: Any, *operands: Any) -> Any:

@@ -1,26 +1,31 @@
 """Which steps are drafted for ahead of the host, and what it hears of them later.
 
-With asynchronous scheduling a step that has nothing but decoding requests, whose trees
-come from SSMs in graphs, beside a suffix lookup, is drafted for as soon as it is
-launched. All other steps wait for the device (`TreeSpeculator.draft`): those with
-prompts, grammars, processors that look back or draws that are tested, those after which
-the SSMs have to read what they have sat out, and those that heads sit out, which keep
-the target's states until then.
+With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
+suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
+tokens, so the SSMs read them then, too. All other steps wait for the device
+(`TreeSpeculator.draft`): those with grammars, processors that look back or draws that
+are tested, those after which the SSMs have to read what they have sat out or a prompt
+of a few tokens has ended, and of heads, which read the target's states, those with
+prompts and those that they sit out.
 
-Dimension legend: S request slots, B requests of the batch, N nodes per request.
+Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
+inside their prompts, N nodes per request.
 """
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer.device import Once
+from vllm_specinfer.device import Once, stage
 from vllm_specinfer.drafting.ahead import AheadDrafter, Found
 from vllm_specinfer.drafting.rows import root_rows
+from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
@@ -35,6 +40,41 @@ from vllm_specinfer.scheduling.step_stats import (
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.on_device import NO_NODE
 from vllm_specinfer.verify.sampler import looks_back
+
+
+class Roles(NamedTuple):
+    """What the requests of a batch do next.
+
+    Attributes:
+        growing: [R] batch indices of those that get a tree.
+        slots: [R] their slots.
+        req_ids: [R] their names.
+        decoding: [D] slots of those that had left their prompts before.
+        prompts: [P] slots of the others.
+        ends: [P] tokens of the prompts that have K/V now.
+    """
+
+    growing: np.ndarray
+    slots: np.ndarray
+    req_ids: list[str]
+    decoding: np.ndarray
+    prompts: np.ndarray
+    ends: np.ndarray
+
+    @classmethod
+    def of(cls, batch: InputBatch) -> "Roles":
+        """The host knows them, whatever the step brings."""
+        slots, in_prompt = batch.idx_mapping_np, batch.is_prefilling_np
+        ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+        growing = np.flatnonzero(~in_prompt | (ends >= batch.prefill_len_np))
+        return cls(
+            growing=growing,
+            slots=slots[growing],
+            req_ids=[batch.req_ids[i] for i in growing],
+            decoding=slots[~in_prompt],
+            prompts=slots[in_prompt],
+            ends=ends[in_prompt].astype(np.int64),
+        )
 
 
 class AheadSteps:
@@ -73,6 +113,8 @@ class AheadSteps:
         self._sampler = sampler
         self._num_computed = num_computed
         self._tokens = tokens
+        # [S, max_model_len] what the requests began with; the texts' may come later.
+        self._prompts = np.zeros(tokens().shape, np.int32)
         self._names = names
         self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
         self._clock = DeviceClock(num_computed.device)
@@ -85,12 +127,14 @@ class AheadSteps:
         # By slot: nodes of the tree that was heard of last.
         self._num_nodes: dict[int, int] = {}
 
-    def start(self, slot: int, req_id: str) -> None:
+    def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; it has no tree."""
         self._starts[slot] += 1
         self._any_started = True
+        prompt = request.prefill_token_ids
+        self._prompts[slot, : len(prompt)] = prompt
         if self.sizes:
-            self.sizes.pop(req_id, None)
+            self.sizes.pop(request.req_id, None)
 
     def stop(self) -> None:
         """The host drafts for this step; it has heard everything."""
@@ -103,7 +147,7 @@ class AheadSteps:
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
-            or batch.has_prefill
+            or (batch.has_prefill and self._reads_states)
             or batch.has_structured_output_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
             or looks_back(self._sampler, slots).any()
@@ -131,29 +175,33 @@ class AheadSteps:
             on: the SSMs have more to read than this step's tokens, or sit out and have
             states to keep.
         """
-        slots, num_reqs = batch.idx_mapping_np, batch.num_reqs
+        roles = Roles.of(batch)
         with self.learning:
             self._time_step(batch)
-            follows = self._drafter.follows(slots)
-            decided = self._decided(batch, most, follows)
+            follows = self._drafter.follows(roles.decoding)
+            decided = self._decided(batch, roles, most, follows)
+            if decided.asks and follows and len(roles.prompts):
+                self._read(roles.prompts, roles.ends)
+                follows = self._drafter.follows(roles.slots)
             if not follows if decided.asks else self._reads_states:
                 return decided
             self.hear = _nothing
             num_nodes = 0
-            if decided.asks or (decided.grows and self._sources.lookups):
-                num_nodes = self._budget.nodes(num_reqs, most, decided.asks)
+            looks_up = decided.grows and self._sources.lookups
+            if len(roles.slots) and (decided.asks or looks_up):
+                num_nodes = self._budget.nodes(len(roles.slots), most, decided.asks)
                 self.hear = self._launch(
-                    batch, num_new, states, num_nodes, stats, decided.asks
+                    roles, num_new, states, num_nodes, stats, decided.asks
                 )
             if not decided.asks:
                 for source in self._sources.ssms:
-                    source.ssm.fall_behind(slots)
+                    source.ssm.fall_behind(batch.idx_mapping_np)
             self.sizes = {}
             if num_nodes:
-                self.sizes = dict.fromkeys(batch.req_ids, num_nodes)
+                self.sizes = dict.fromkeys(roles.req_ids, num_nodes)
             else:
                 reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
-                stats.reasons = dict.fromkeys(batch.req_ids, reason)
+                stats.reasons = dict.fromkeys(roles.req_ids, reason)
         return self._drafter.buffers.tokens[batch.idx_mapping]
 
     def plan(self, batch: InputBatch) -> DevicePlan | None:
@@ -167,42 +215,64 @@ class AheadSteps:
         """How many of so many rows were nodes of the tree that was heard of last."""
         return min(scheduled, self._num_nodes.get(slot, scheduled))
 
-    def _decided(self, batch: InputBatch, most: int, follows: bool) -> Decision:
-        num_reqs = batch.num_reqs
+    def _decided(
+        self, batch: InputBatch, roles: Roles, most: int, follows: bool
+    ) -> Decision:
+        num_reqs = len(roles.slots)
         if not most or not self._budget.grows(num_reqs):
             return Decision(grows=False, asks=False)
-        unread = num_reqs
-        if not follows:
+        if follows:
+            slots, known, unread = roles.prompts, roles.ends, num_reqs
+        else:
             # At most; exact where there were no trees.
+            slots, unread = batch.idx_mapping_np, 0
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
-            slots = batch.idx_mapping_np
-            ssms = [source.ssm for source in self._sources.ssms]
-            unread = sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
+        ssms = [source.ssm for source in self._sources.ssms]
+        unread += sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
         return Decision(grows=True, asks=self._budget.drafts(num_reqs, unread))
+
+    def _read(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """The SSMs read prompts of requests [P] up to there."""
+        none = np.zeros(0, np.int64)
+        step = DraftStep(
+            slots=slots,
+            num_tokens=ends,
+            growing=none,
+            roots=root_rows(self._sampler.sampling_states, none, none),
+            all_token_ids=self._prompts,
+            decodes_only=False,
+            tests_draws=False,
+        )
+        for source in self._sources.ssms:
+            source.ssm.catch_up(step)
+        # That is not what drafting takes.
+        self._clock.restart()
 
     def _time_step(self, batch: InputBatch) -> None:
         """The step's verification has been launched."""
         budget, num_rows = self._budget, batch.num_tokens
         trees = num_rows > batch.num_reqs
         self._clock.tell_all()
-        if self._any_started:
-            # The device may have waited for a request.
+        if self._any_started or batch.has_prefill:
+            # The device may have waited for a request; prompts take their own time.
             self._clock.restart()
         self._any_started = False
         self._clock.lap(lambda seconds: budget.observe_step(num_rows, seconds, trees))
 
     def _launch(
         self,
-        batch: InputBatch,
+        roles: Roles,
         num_new: torch.Tensor,
         states: TargetStates | None,
         num_nodes: int,
         stats: WorkerStats,
         asks: bool,
     ) -> Once[None]:
-        slots, req_ids = batch.idx_mapping_np, batch.req_ids
+        slots, req_ids = roles.slots, roles.req_ids
         if asks:
-            wait = self._ask(batch, num_new, states)
+            if len(roles.prompts):
+                num_new = num_new[stage(num_new.device, roles.growing)[0]]
+            wait = self._ask(slots, num_new, states)
         else:
             wait = self._drafter.look_up(slots)
             self._clock.lap(lambda seconds: None)  # next to nothing
@@ -228,11 +298,10 @@ class AheadSteps:
         return Once(heard)
 
     def _ask(
-        self, batch: InputBatch, num_new: torch.Tensor, states: TargetStates | None
+        self, slots: np.ndarray, num_new: torch.Tensor, states: TargetStates | None
     ) -> Callable[[], Found]:
         """Launch SSMs and lookups, timed."""
-        budget, ssms, num_reqs = self._budget, self._sources.ssms, batch.num_reqs
-        slots = batch.idx_mapping_np
+        budget, ssms, num_reqs = self._budget, self._sources.ssms, len(slots)
         before = np.sum([source.work for source in ssms], axis=0)
         # The positions of roots are the device's.
         roots = root_rows(self._sampler.sampling_states, slots, np.zeros(num_reqs, int))
