@@ -64,6 +64,8 @@ def test_layers_with_alibi_are_refused() -> None:
         ({}, None),
         ({"head_size": 288}, "head_size not supported"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype not supported"),
+        ({"device_capability": DeviceCapability(8, 0)}, None),
+        ({"device_capability": DeviceCapability(7, 5)}, "compute capability not"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_batch_invariant": True}, "batch invariance not supported"),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -316,6 +317,11 @@ class CUDATreeAttentionBackend(TritonAttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         """Any size, as it is padded to a power of two, up to 256."""
         return 32 <= head_size <= 256
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Ampere and later: tiles do not fit into Turing's 64 KiB of shared memory."""
+        return capability >= DeviceCapability(8, 0)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
