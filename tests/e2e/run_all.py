@@ -99,6 +99,7 @@ def main() -> None:
             "max_model_len": max(longest, 2048),
             "max_num_seqs": batch,
             "enforce_eager": args.eager,
+            "kv_cache_memory_bytes": 1 << 30,
         }
         if tree is not None:
             llm["speculative_config"] = {

@@ -84,6 +84,7 @@ def serve(
     ]
     environment = os.environ | engine.ENV | (env or {})
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT

@@ -128,7 +128,11 @@ def test_32_streams_with_aborts_and_preemption_equal_plain_decoding(server, prom
     (plain,) = engine.run(
         [
             {
-                "llm": {"model": str(assets.smollm2()), **ARGS},
+                "llm": {
+                    "model": str(assets.smollm2()),
+                    "kv_cache_memory_bytes": 1 << 30,
+                    **ARGS,
+                },
                 "prompts": prompts,
                 "params": [{"temperature": 0, "max_tokens": MAX_TOKENS}],
             }

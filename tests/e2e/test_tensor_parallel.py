@@ -77,6 +77,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "enforce_eager": True,
         "block_size": 32,
         "num_gpu_blocks_override": 400,
+        "kv_cache_memory_bytes": engine.KV_BYTES,
         "speculative_config": config,
     }
 
