@@ -1,4 +1,4 @@
-"""Every command in README.md is one that the programs understand."""
+"""Every command in the documents is one that the programs understand."""
 
 import argparse
 import os
@@ -16,7 +16,9 @@ import pytest
 from vllm_specinfer import cli
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+DOCUMENTS = "\n".join(
+    (ROOT / name).read_text() for name in ("README.md", "docs/measured.md")
+)
 ASSIGNMENT = re.compile(r"(\w+)=(\S*)$")
 
 
@@ -40,7 +42,7 @@ def commands(text: str) -> Iterator[list[str]]:
             if len(words) == 1 and (found := ASSIGNMENT.match(words[0])):
                 variables[found[1]] = found[2]
             else:
-                # The README leaves out further options so.
+                # The documents leave out further options so.
                 yield [word for word in words if word != "..."]
         assert not pending, f"an unfinished command: {pending}"
 
@@ -48,14 +50,14 @@ def commands(text: str) -> Iterator[list[str]]:
 def test_the_commands_are_found():
     text = "    a=x\n    go --b '$a/1\n      {}' \\\n        -c  # d\n    stop\n\nno\n"
     assert list(commands(text)) == [["go", "--b", "x/1\n{}", "-c"], ["stop"]]
-    assert len(list(commands(README.read_text()))) > 25
+    assert len(list(commands(DOCUMENTS))) > 25
 
 
 class Parsed(Exception):
     """The arguments were understood; the program goes no further."""
 
 
-@pytest.mark.parametrize("words", list(commands(README.read_text())), ids=" ".join)
+@pytest.mark.parametrize("words", list(commands(DOCUMENTS)), ids=" ".join)
 def test_a_program_understands_the_command(words, monkeypatch, tmp_path):
     while ASSIGNMENT.match(words[0]):  # of the environment
         words = words[1:]
