@@ -1,5 +1,7 @@
 """Which passes a captured graph runs, and what it is filled with."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers
 from vllm_specinfer.drafting.graphs import (
+    Captured,
     GraphShape,
+    Outputs,
     PassGraph,
     PassGraphs,
     PassRows,
@@ -35,11 +39,13 @@ def graph(shape: GraphShape) -> PassGraph:
     tensors, states = PassRows(*inputs.tensors), torch.zeros(shape.num_rows, 2)
     outputs = torch.zeros(shape.num_rows, dtype=torch.int32), torch.zeros_like(states)
 
-    def replay() -> None:
+    def launch() -> Outputs:
         outputs[0].copy_(2 * tensors.tokens)
         outputs[1].copy_(2 * states)
+        return outputs
 
-    return PassGraph(shape, inputs, states, outputs, replay)
+    graph = SimpleNamespace(replay=launch)
+    return PassGraph(shape, inputs, states, Captured(outputs, graph, launch))
 
 
 @pytest.mark.parametrize(

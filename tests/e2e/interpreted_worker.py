@@ -154,20 +154,15 @@ def graphs_in_mode(mode: CUDAGraphMode) -> Iterator[None]:
 @contextmanager
 def named() -> Iterator[list[str]]:
     """Names of the passes: graphs of drafting and of verification, and the others."""
-    from vllm_specinfer.drafting import ahead, ssm
+    from vllm_specinfer.drafting import ahead, graphs, ssm
 
     run_rows, passes = ssm.NeuralSSM._run_rows, []
-    captured, look_up = ssm.captured, ahead.AheadDrafter.look_up
+    replay, look_up = graphs.Captured.replay, ahead.AheadDrafter.look_up
     run_fullgraph = ModelCudaGraphManager.run_fullgraph
 
-    def named_graph(*args: Any) -> ssm.Captured:
-        outputs, replay = captured(*args)
-
-        def replayed() -> None:
-            passes.append("graph")
-            replay()
-
-        return outputs, replayed
+    def replayed(self: graphs.Captured) -> None:
+        passes.append("graph")
+        replay(self)
 
     def run(self: ssm.NeuralSSM, rows: ssm.PassRows, *args: Any) -> torch.Tensor:
         num_replays = len(passes)
@@ -186,7 +181,7 @@ def named() -> Iterator[list[str]]:
 
     with (
         mock.patch.object(ahead.AheadDrafter, "look_up", looked_up),
-        mock.patch.object(ssm, "captured", named_graph),
+        mock.patch.object(graphs.Captured, "replay", replayed),
         mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
         mock.patch.object(ModelCudaGraphManager, "run_fullgraph", verified),
     ):

@@ -1,8 +1,9 @@
 """CUDA graphs on a CPU: what is launched is recorded, and a replay launches it again.
 
 In the place of `torch.cuda.CUDAGraph` and `torch.cuda.graph`. As on a GPU, a replay
-knows the tensors of the capture and what was launched over them, and nothing that the
-host has learned since; what would wait for the device cannot be captured.
+knows where the tensors of the capture lie and what was launched over them, and nothing
+that the host has learned since; what would wait for the device cannot be captured, and
+memory from before the capture must still be somebody's.
 """
 
 import weakref
@@ -13,8 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 # Their shapes or results are the host's to know.
@@ -27,10 +29,16 @@ EMPTY = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided}
 
 
 class RecordedGraph:
-    """In the place of a `torch.cuda.CUDAGraph`."""
+    """In the place of a `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        launches: What a replay launches.
+        memory: By its address, what was allocated in the capture, the graph's own.
+    """
 
     def __init__(self) -> None:
         self.launches: list[Callable[[], Any]] = []
+        self.memory: dict[int, torch.UntypedStorage] = {}
         GRAPHS.add(self)
 
     def replay(self) -> None:
@@ -57,16 +65,33 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         self._check(func, args)
         outputs = func(*args, **kwargs)
+        given = {storage._cdata for storage in _memory((args, kwargs))}
+        for storage in _memory(outputs):
+            if storage._cdata not in given:
+                self.graph.memory[storage._cdata] = storage
         if func.overloadpacket not in EMPTY:
-            launch = partial(_again, outputs, func, args, kwargs)
-            self.graph.launches.append(launch)
+            kept, args, kwargs = self._known((outputs, args, kwargs))
+            self.graph.launches.append(partial(_again, kept, func, args, kwargs))
         return outputs
 
-    def launch(self, kernel: Callable[[], None]) -> None:
+    def launch(self, kernel: Callable[..., None], args: tuple, kwargs: dict) -> None:
         """Run and record what is no operator of torch."""
         with _disable_current_modes():
-            kernel()
-        self.graph.launches.append(kernel)
+            kernel(*args, **kwargs)
+        args, kwargs = self._known((args, kwargs))
+        self.graph.launches.append(lambda: kernel(*_there(args), **_there(kwargs)))
+
+    def _known(self, arguments: Any) -> Any:
+        """What a graph knows of them: where tensors lie, not that they are needed."""
+
+        def known(value: Any) -> Any:
+            outside = torch.is_tensor(value) and (
+                value.untyped_storage()._cdata not in self.graph.memory
+            )
+            return Address(value) if outside else value
+
+        with _disable_current_modes():
+            return tree_map(known, arguments)
 
     def _check(self, func: Any, args: tuple) -> None:
         by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_)
@@ -78,7 +103,34 @@ class Recorder(TorchDispatchMode):
             raise AssertionError(f"{func} cannot be captured: it waits for the device")
 
 
+class Address:
+    """A tensor in memory that is not the graph's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        """It, if its memory is still somebody's."""
+        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+        if memory is None:
+            raise AssertionError("a graph's input was freed after the capture")
+        return torch.empty(0, dtype=self._dtype).set_(memory, *self._layout)
+
+
+def _there(arguments: Any) -> Any:
+    """With tensors in the place of addresses."""
+    return tree_map(lambda a: a.tensor() if isinstance(a, Address) else a, arguments)
+
+
+def _memory(values: Any) -> list[torch.UntypedStorage]:
+    tensors = filter(torch.is_tensor, tree_leaves(values))
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
 def _again(outputs: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    outputs, args, kwargs = _there((outputs, args, kwargs))
     found = func(*args, **kwargs)
     for kept, new in zip(tree_leaves(outputs), tree_leaves(found), strict=True):
         # Views, and what was written in place, are there already.
@@ -107,11 +159,11 @@ def recorded() -> Iterator[None]:
             recorders.clear()
 
     def launched(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = partial(run, self, *args, warmup=warmup, **kwargs)
+        kernel = partial(run, self, warmup=warmup)
         if recorders and not warmup:
-            recorders[0].launch(kernel)
+            recorders[0].launch(kernel, args, kwargs)
         else:
-            kernel()
+            kernel(*args, **kwargs)
 
     with ExitStack() as stack:
         for owner, name, value in (

@@ -38,7 +38,7 @@ def test_a_replay_reads_the_tensors_of_the_capture_and_writes_into_its_outputs()
 def test_a_replay_knows_nothing_of_what_the_host_has_learned():
     host = {"factor": 2, "x": torch.ones(2)}
     found, replay = captured(lambda: host["x"] * host["factor"])
-    host.update(factor=5, x=torch.zeros(2))
+    host.update(factor=5, x=torch.zeros(2), before=host["x"])
     replay()
     assert found.tolist() == [2, 2]
 
@@ -57,3 +57,19 @@ def test_a_replay_knows_nothing_of_what_the_host_has_learned():
 def test_what_waits_for_the_device_cannot_be_captured(launch):
     with pytest.raises(AssertionError, match="cannot be captured"):
         captured(lambda: launch(torch.tensor([0.0, 1.0, 2.0])))
+
+
+def test_memory_from_before_the_capture_must_still_be_there_at_a_replay():
+    x = torch.ones(2)
+    inputs = [x.clone()]
+
+    def launch():
+        inputs[0][:1].add_(x[:1])  # a view, which nobody needs to keep
+        return inputs[0] * 2
+
+    found, replay = captured(launch)
+    replay()
+    assert found.tolist() == [6, 2]
+    inputs.clear()
+    with pytest.raises(AssertionError, match="freed"):
+        replay()

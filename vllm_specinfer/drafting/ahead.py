@@ -142,24 +142,24 @@ class AheadDrafter:
         self._fill_lookups()
         levels = [source.follow(slots, num_new, roots, states) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
-        outputs, replay = self._finishes[graphs[0].num_reqs, draws]
-        replay()
+        finish = self._finishes[graphs[0].num_reqs, draws]
+        finish.replay()
         grown = [
             of_source.growth.scores[:num_reqs, : of_source.growth.ends[num_levels]]
             for of_source, num_levels in zip(graphs, levels, strict=True)
         ]
-        return self._found(outputs, num_reqs, grown)
+        return self._found(finish.outputs, num_reqs, grown)
 
     def look_up(self, slots: np.ndarray) -> Callable[[], Found]:
         """As `launch`, by lookups alone."""
         num_reqs = len(slots)
         self._fill_lookups()
-        size, inputs, (outputs, replay) = next(
+        size, inputs, look_up = next(
             of_size for of_size in self._look_ups if of_size[0] >= num_reqs
         )
         inputs.fill(*LookupInputs.padded(slots, size))
-        replay()
-        return self._found(outputs, num_reqs, [])
+        look_up.replay()
+        return self._found(look_up.outputs, num_reqs, [])
 
     def _fill_lookups(self) -> None:
         for source in self._lookups:

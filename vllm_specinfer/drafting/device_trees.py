@@ -276,7 +276,7 @@ class TreeGraphs:
         launches: list[Callable[[], tuple]] = [self._start]
         for depth in range(1, len(sizes)):
             launches.append(lambda depth=depth: self._expand(depth))
-        self._replays = [ssm.captured(launch)[1] for launch in launches]
+        self._levels = [ssm.captured(launch) for launch in launches]
         # [R] tokens that the requests' last step has brought.
         self._num_new = torch.zeros_like(self._context)
         self._window = torch.arange(window, device=device)
@@ -287,7 +287,7 @@ class TreeGraphs:
         self._target_states: torch.Tensor | None = None
         if ssm.reads_states:
             self._target_states = ssm.target_states(num_reqs * window)
-        self._catch_up_replay = ssm.captured(self._catch_up)[1]
+        self._catch_up_graph = ssm.captured(self._catch_up)
 
     def num_rows(self, num_levels: int) -> int:
         """Rows of a request in so many levels."""
@@ -310,12 +310,12 @@ class TreeGraphs:
             window = len(self._window)
             last = states.last(num_new, window).flatten(0, 1)
             self._target_states[: len(last)].copy_(last)
-        self._catch_up_replay()
+        self._catch_up_graph.replay()
 
     def run(self, num_levels: int) -> None:
         """Launch the children of the roots and so many levels."""
-        for replay in self._replays[: num_levels + 1]:
-            replay()
+        for captured in self._levels[: num_levels + 1]:
+            captured.replay()
 
     def candidates(
         self, num_reqs: int, num_levels: int

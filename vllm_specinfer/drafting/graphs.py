@@ -10,14 +10,21 @@ their own (`device_trees.py`). vLLM's speculator with a draft model has no graph
 Dimension legend: R requests, F rows of all of them, W 64-bit words per bit row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import graph_capture
+from vllm.distributed.parallel_state import (
+    GraphCaptureContext,
+    get_dp_group,
+    get_pp_group,
+    get_tp_group,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
@@ -30,8 +37,24 @@ MOST_ROWS = 1024
 
 # What a pass gives: hidden states [F, H], and whatever else its model returns by row.
 Outputs = tuple[torch.Tensor, ...]
-# Outputs that a replay overwrites, and the replay.
-Captured = tuple[Outputs, Callable[[], None]]
+
+
+class Captured(NamedTuple):
+    """What a function launches, as a CUDA graph.
+
+    Attributes:
+        outputs: What each replay overwrites.
+        graph: Launches it again.
+        launch: The function; it holds the tensors that the graph only has addresses of.
+    """
+
+    outputs: Outputs
+    graph: torch.cuda.CUDAGraph
+    launch: Callable[[], Outputs]
+
+    def replay(self) -> None:
+        """Launch it again; the host does not wait."""
+        self.graph.replay()
 
 
 class PassRows(NamedTuple):
@@ -151,15 +174,13 @@ class PassGraph(NamedTuple):
         shape: Its largest pass.
         inputs: `PassRows` on the device, filled before each replay.
         states: [F, D] what rows read besides their tokens; None for nothing.
-        outputs: What each replay overwrites.
-        replay: Runs it.
+        captured: Its launches.
     """
 
     shape: GraphShape
     inputs: StagedBuffers
     states: torch.Tensor | None
-    outputs: Outputs
-    replay: Callable[[], None]
+    captured: Captured
 
     def run(self, rows: PassRows, states: torch.Tensor | None) -> Outputs:
         """What a pass over these rows gives, until the next one."""
@@ -167,8 +188,8 @@ class PassGraph(NamedTuple):
         num_rows = len(rows.tokens)
         if states is not None:
             self.states[:num_rows].copy_(states)
-        self.replay()
-        return tuple(output[:num_rows] for output in self.outputs)
+        self.captured.replay()
+        return tuple(output[:num_rows] for output in self.captured.outputs)
 
 
 class PassGraphs:
@@ -191,7 +212,7 @@ class PassGraphs:
     @property
     def outputs(self) -> Outputs:
         """Of the largest pass."""
-        return self._graphs[0].outputs
+        return self._graphs[0].captured.outputs
 
     def of(self, rows: PassRows) -> PassGraph | None:
         """The smallest graph that takes a pass; None where none does."""
@@ -230,16 +251,31 @@ def captured(
         launch: Works on the same tensors in each call; the host does not wait in it.
         device: Where it runs.
         vllm_config: The engine's.
-
-    Returns:
-        Its outputs, which a replay overwrites, and the replay.
     """
     graph, pool = torch.cuda.CUDAGraph(), current_platform.get_global_graph_pool()
-    with graph_capture(device):
+    with _capturing(device):
         launch()  # what is compiled on first use is no part of the graph
         with (
             capture_pool(pool, vllm_config) as pool,
             torch.cuda.graph(graph, pool, stream=current_stream()),
         ):
             outputs = launch()
-    return outputs, graph.replay
+    return Captured(outputs, graph, launch)
+
+
+@contextmanager
+def _capturing(device: torch.device) -> Iterator[None]:
+    """As vLLM's `graph_capture`, on one stream: graphs of others share no memory.
+
+    vllm/distributed/parallel_state.py: graph_capture, which makes a stream each time.
+    """
+    context = GraphCaptureContext(_capture_stream(device))
+    with ExitStack() as stack:
+        for group in (get_tp_group(), get_pp_group(), get_dp_group()):
+            stack.enter_context(group.graph_capture(context))
+        yield
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device=device)

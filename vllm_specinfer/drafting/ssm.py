@@ -325,8 +325,8 @@ class NeuralSSM:
 
     def _graph(self, shape: GraphShape) -> PassGraph:
         fixed = self.static_pass(shape, PassRows.padding(shape))
-        outputs, replay = self.captured(fixed.launch)
-        return PassGraph(shape, fixed.inputs, fixed.states, outputs, replay)
+        captured = self.captured(fixed.launch)
+        return PassGraph(shape, fixed.inputs, fixed.states, captured)
 
     def captured(self, launch: Callable[[], Outputs]) -> Captured:
         """What is launched, as a graph (`graphs.captured`)."""
