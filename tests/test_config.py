@@ -54,7 +54,6 @@ def test_default_tree_holds_any_number_of_nodes(num_nodes):
     options = parse_options({"model": "m", "num_speculative_tokens": num_nodes})
     assert options.num_speculative_tokens == num_nodes <= options.tree.num_nodes
     assert options.tree.max_depth <= num_nodes
-    assert options.max_level_width <= num_nodes
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,6 @@ def test_fewer_nodes_than_the_expansion_truncates_and_says_so():
         {"model": "m", "tree": "1,1,3,1", "num_speculative_tokens": 4}
     )
     assert "cuts the last 4 off" in options.truncation_notice
-    assert options.max_level_width == 3
     whole = parse_options({"model": "m", "tree": "1,1,3,1"})
     assert whole.truncation_notice is None
 
@@ -234,7 +232,6 @@ def test_sources_may_be_several_each_with_its_own_shape():
         NgramSource(3, 3),
     )
     assert [ssm.model for ssm in options.ssms] == ["a", "b"]
-    assert options.max_level_width == 2
     assert parse_options({"model": "ngram"}).sources == (NgramSource(5, 5),)
 
 
@@ -318,7 +315,7 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
     assert spec.tree == ExpansionTree((1, 1, 3, 1))
     assert spec.num_speculative_tokens == engine_config.num_lookahead_tokens == 8
     assert engine_config.uniform_decode_query_len == 9
-    assert spec.max_num_new_slots_for_drafting == spec.max_level_width + 1 == 4
+    assert spec.max_num_new_slots_for_drafting == 0
     assert not spec.use_eagle() and not spec.use_eagle_block_drop()
     assert spec.draft_sample_method == "greedy"
     assert spec.draft_model_config.max_model_len == 256

@@ -229,18 +229,12 @@ class SpecInferConfig(SpeculativeConfig):
         return TreeStatLogger(vllm_config, engine_indexes)
 
     @property
-    def max_level_width(self) -> int:
-        """Nodes of the widest level (W)."""
-        return self.options.max_level_width
-
-    @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Input slots per request that drafting needs beyond the scheduled tokens.
+        """Of max_num_batched_tokens, what the scheduler keeps free for each request.
 
-        The scheduler takes this many of max_num_batched_tokens from every request:
-        one for the bonus token of the catch-up pass, W so that a level fits.
+        None: passes of an SSM that would have more rows are several.
         """
-        return self.max_level_width + 1
+        return 0
 
     def __repr__(self) -> str:
         return (
@@ -285,6 +279,9 @@ def build_ssm_model_config(
             max_logprobs=target.max_logprobs,
             hf_overrides=overrides,
             config_format=target.config_format,
+            enable_sleep_mode=target.enable_sleep_mode,
+            sleep_mode_backend=target.sleep_mode_backend,
+            sleep_mode_offload_cudagraph=target.sleep_mode_offload_cudagraph,
         )
     except (OSError, ValueError) as error:
         raise ValueError(

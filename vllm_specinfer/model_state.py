@@ -172,6 +172,7 @@ class TreeModelState(DefaultModelState):
         else:
             planned = plan.positions_on(self.device)
             positions[: len(planned)].copy_(planned, non_blocking=True)
+            positions[len(planned) :].zero_()
         return {**inputs, "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -209,12 +209,6 @@ class SpecInferOptions:
         return AUTO_VERIFICATION if auto else self.verification
 
     @property
-    def max_level_width(self) -> int:
-        """Nodes of the widest level that any SSM runs at once (W)."""
-        widths = [(ssm.tree or self.tree).max_width for ssm in self.ssms]
-        return min(max(widths, default=0), self.num_speculative_tokens)
-
-    @property
     def truncation_notice(self) -> str | None:
         """What N cuts off the expansion, or None where the whole tree fits."""
         if not isinstance(self.tree, ExpansionTree):

@@ -139,7 +139,9 @@ class TreeSpeculator(DraftModelSpeculator):
         for source in sources.lookups:
             source.capture(texts)
         most_nodes = max(source.most_nodes for source in sources.ssms)
-        num_reqs = most_requests(self.max_num_reqs, most_nodes)
+        num_reqs = most_requests(
+            self.vllm_config.scheduler_config, most_nodes, max(window, most_nodes)
+        )
         for source in sources.ssms:
             source.capture(texts, window, num_reqs)
         # Decisions that depend on when something is heard are not those of other ranks.
@@ -216,12 +218,16 @@ class TreeSpeculator(DraftModelSpeculator):
         vLLM's own version builds all groups with one config; SSMs differ in theirs.
         """
         self._model_state = model_state
-        # Its graphs are of another KV cache: vLLM's profiling captures, too.
-        self._ahead = None
+        self.drop_graphs()
         bound = [
             source.bind(kv_cache_config, block_tables) for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured: vLLM's profiling captures over a KV cache, too."""
+        self._ahead = None
+        self.sources.drop_graphs()
 
     def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
         """The request in this slot gets blocks, of each KV cache group."""

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -12,6 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import refusals
+from vllm_specinfer.device import is_host
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
@@ -113,6 +115,25 @@ class TreeWorker(Worker):
             self.attention_summary,
             scope="global",
         )
+
+    def determine_available_memory(self) -> int:
+        """Keep nothing of what was captured meanwhile."""
+        available = super().determine_available_memory()
+        self.model_runner.speculator.drop_graphs()
+        if not is_host(self.device):
+            torch.accelerator.empty_cache()
+        return available
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Learn nothing from steps that compile kernels, over texts of nobody."""
+        with self.model_runner.speculator.sources.unlearned():
+            return super().compile_or_warm_up_model()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The KV cache, if it slept, has woken up empty."""
+        super().wake_up(tags)
+        if tags is None or "kv_cache" in tags:
+            self.model_runner.speculator.sources.lose_kv()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run the target; first, blocks that trees gave back leave the tables.

@@ -58,11 +58,58 @@ def test_graphs_take_powers_of_two_requests_and_the_most(most, sizes):
 
 
 @pytest.mark.parametrize(
-    ("max_num_reqs", "most_nodes", "num_reqs"),
-    [(1024, 4, 256), (128, 4, 128), (1024, 1, 1024), (8, 2000, 1)],
+    ("max_num_reqs", "most_nodes", "most_rows", "num_reqs"),
+    [
+        *[(1024, 4, 5, 256), (128, 4, 5, 128), (1024, 1, 5, 1024), (8, 2000, 2000, 1)],
+        # No pass has more rows than the model was compiled for.
+        *[(1024, 1, 9, 910), (1024, 4, 65, 126)],
+    ],
 )
-def test_the_largest_graphs_have_bounded_levels(max_num_reqs, most_nodes, num_reqs):
-    assert most_requests(max_num_reqs, most_nodes) == num_reqs
+def test_the_largest_graphs_are_bounded(max_num_reqs, most_nodes, most_rows, num_reqs):
+    scheduler = SimpleNamespace(max_num_seqs=max_num_reqs, max_num_batched_tokens=8192)
+    assert most_requests(scheduler, most_nodes, most_rows) == num_reqs
+
+
+def test_a_pass_of_too_many_rows_is_several():
+    """Piece by piece, a chain's rows see the K/V of those before them and no more."""
+    rows = rows_of([3, 0, 9, 1, 5])
+    rows.is_tree[4] = True
+    for most in (1, 2, 4, 7, 17):
+        pieces = rows.pieces(most)
+        assert len(pieces) == -(-18 // most)
+        kv, places = [], []
+        for piece in pieces:
+            counts, owners = (
+                np.diff(piece.starts),
+                np.repeat(piece.slots, np.diff(piece.starts)),
+            )
+            assert (
+                piece.starts[0] == 0 and piece.starts[-1] == len(piece.tokens) <= most
+            )
+            ends = dict(zip(piece.slots, piece.seq_lens, strict=True))
+            for i, slot in enumerate(owners):
+                places.append(
+                    (slot, piece.tokens[i], piece.kv_slots[i], piece.positions[i])
+                )
+            kv.append((ends, dict(zip(piece.slots, counts, strict=True))))
+        expected = zip(
+            np.repeat(rows.slots, np.diff(rows.starts)),
+            rows.tokens,
+            rows.kv_slots,
+            rows.positions,
+            strict=True,
+        )
+        assert places == list(expected)
+        # By request: its K/V grows by the rows of each piece; a tree's is all there.
+        for slot, first in ((5, 10), (7, 10), (8, 10)):
+            length = first
+            for ends, counts in kv:
+                if counts.get(slot):
+                    length += counts[slot]
+                    assert ends[slot] == length
+            assert length == rows.seq_lens[slot - 5]
+        assert all(ends.get(9, 15) == 15 for ends, _ in kv)
+    assert rows.pieces(18) == [rows]
 
 
 def test_the_smallest_graph_that_takes_a_pass_runs_it():

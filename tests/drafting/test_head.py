@@ -18,13 +18,11 @@ def make(tmp_path, content=None, **processor):
     weight = torch.randint(-8, 9, (VOCAB, HIDDEN)) / 8
     if content is not None:
         (tmp_path / DRAFT_VOCAB_FILE).write_text(json.dumps(content))
-    model = SimpleNamespace(
-        lm_head=SimpleNamespace(weight=torch.nn.Parameter(weight)),
-        logits_processor=SimpleNamespace(
-            **{"soft_cap": None, "scale": 1.0, **processor}
-        ),
-        compute_logits=lambda hidden: hidden @ weight.T,
-    )
+    model = torch.nn.Module()
+    model.lm_head = SimpleNamespace(weight=torch.nn.Parameter(weight))
+    scale = {"soft_cap": None, "scale": 1.0, **processor}
+    model.logits_processor = SimpleNamespace(**scale)
+    model.compute_logits = lambda hidden: hidden @ weight.T
     config = SimpleNamespace(
         model=str(tmp_path), revision=None, get_vocab_size=lambda: VOCAB
     )
@@ -49,6 +47,21 @@ def test_children_are_the_likeliest_of_the_vocabulary(tmp_path, tokens):
     chosen = (hidden @ weight.T).gather(1, children)
     torch.testing.assert_close(chosen, (hidden @ weight.T).gather(1, wanted))
     assert set(children.flatten().tolist()) <= set(among.tolist())
+    # vLLM keeps what buffers hold while it sleeps, and nothing else.
+    assert len(dict(head._model.named_buffers())) == (0 if tokens is None else 2)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 6])
+def test_rows_come_to_the_head_a_few_at_a_time(tmp_path, monkeypatch, num_rows):
+    head, _ = make(tmp_path)
+    hidden = torch.randint(-8, 9, (num_rows, HIDDEN)) / 8
+    values, children = head.likeliest(hidden, 3)
+    whole, seen = head._model.compute_logits, []
+    head._model.compute_logits = lambda rows: seen.append(len(rows)) or whole(rows)
+    monkeypatch.setattr(head_module, "MOST_ROWS", 4)
+    found = head.likeliest(hidden, 3)
+    assert torch.equal(found[0], values) and torch.equal(found[1], children)
+    assert max(seen) <= 4 and sum(seen) == num_rows
 
 
 @pytest.mark.parametrize(

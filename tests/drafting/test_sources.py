@@ -1,22 +1,26 @@
 """Whom a step asks, and whose draws stand below which node."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
-from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
 from vllm_specinfer.tree.candidates import Candidates
 from vllm_specinfer.tree.proposals import certain
 from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.worker import TreeWorker
 
 SHAPE = BestFirstTree(4, 4, 0.05)
 STEP = SimpleNamespace(growing=np.array([0]), slots=np.array([7]), decodes_only=True)
@@ -234,3 +238,31 @@ def test_an_empty_tree_has_a_reason(chance, budget, reason):
     ssm = Chain([1, 2], chance)
     drafts = SourceSet([], [ssm], SHAPE, 3, budget).propose(STEP)
     assert drafts.counts == [] and drafts.reasons == {0: reason}
+
+
+def test_what_is_learned_of_made_up_requests_is_forgotten():
+    """vLLM's warm-up: its steps compile kernels, its texts are nobody's."""
+    lookup, budget = Chain([5, 6], 0.1), LoadBudget(3)
+    lookup.predictor = Predictor()
+    sources = SourceSet([lookup], [Chain([1, 2], 0.9)], SHAPE, 3, budget)
+    before, states = sources.learned(), copy.deepcopy(vars(budget))
+
+    class Starts(Worker):
+        def compile_or_warm_up_model(self):
+            budget.grows(1)
+            budget.observe_step(1, 9.0, False)
+            budget.observe_draft(1, 2, 2, 7.0)
+            lookup.calibration.observe(2.0, 0)
+            lookup.predictor.guesses.start(3)
+            assert sources.learned() != before
+            return "times"
+
+    class Started(TreeWorker, Starts):
+        pass
+
+    worker = Started.__new__(Started)
+    worker.model_runner = SimpleNamespace(speculator=SimpleNamespace(sources=sources))
+    assert worker.compile_or_warm_up_model() == "times"
+    assert sources.learned() == before
+    assert budget._plain_steps == states["_plain_steps"] == 0
+    assert budget.grows(1) is LoadBudget(3).grows(1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.graphs import PassRows
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.written import WrittenBlocks
 
@@ -208,3 +209,34 @@ def test_what_a_block_held_before_is_forgotten_where_scratch_may_be():
     engine.follow(np.array([0]), [6])
     blocks = engine.ssm._blocks.table[0].tolist()
     assert engine.ssm._written.start(1, blocks, text) == 6
+
+
+def test_no_pass_has_more_rows_than_the_model_was_compiled_for():
+    """vLLM compiles for at most max_num_batched_tokens (piecewise_backend.py)."""
+    ssm = NeuralSSM.__new__(NeuralSSM)
+    ssm._scheduler_config = SimpleNamespace(max_num_batched_tokens=4)
+    ssm.num_rows, ssm._overwrite = 0, lambda kv_slots: None
+    found = torch.zeros(4, 1), torch.zeros(4, 1)
+
+    def run_piece(rows, states):
+        """As a graph, into the same tensors each time."""
+        count = len(rows.tokens)
+        assert count <= 4
+        found[0][:count, 0] = torch.from_numpy(rows.tokens)
+        found[1][:count].copy_(states)
+        return tuple(output[:count] for output in found)
+
+    ssm._run_piece = run_piece
+    ssm._taken = lambda outputs: torch.cat(outputs, dim=1)
+    rows = PassRows.chains(
+        slots=np.arange(2),
+        starts=np.array([0, 3, 10], np.int32),
+        seq_lens=np.array([3, 7], np.int32),
+        tokens=np.arange(10, dtype=np.int32),
+        positions=np.arange(10),
+        kv_slots=np.arange(10),
+    )
+    states = 100 + torch.arange(10.0)[:, None]
+    hidden = ssm._run_rows(rows, states)
+    assert hidden.tolist() == [[i, 100 + i] for i in range(10)]
+    assert ssm.num_rows == 10

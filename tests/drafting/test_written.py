@@ -58,6 +58,9 @@ def test_exactly_what_the_ssm_has_written_counts_as_cached(seed):
         first = cache.written.start(0, blocks, cached)
         assert first == cache.valid(blocks, cached)
         lengths.append(first)
+        if rng.random() < 0.03:  # sleeps
+            cache.slots = [GARBAGE] * len(cache.slots)
+            cache.written.forget()
         if rng.random() < 0.3:
             continue  # the SSM sits this request out
         cache.read(blocks, tokens, first)

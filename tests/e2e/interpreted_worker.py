@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
 )
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -37,8 +38,8 @@ class InterpretedBackend(CUDATreeAttentionBackend):
         return AttentionBackendEnum.CPU_ATTN.name
 
 
-class InterpretedWorker(SpecInferCPUWorker):
-    """Runs CUDA's path, and starts in the order of vLLM's GPU worker.
+class StartsAsOnGPU(CPUWorker):
+    """Starts in the order of vLLM's GPU worker.
 
     Attributes:
         warm_ups: Engines of the process with vLLM's defaults, graphs and asynchronous
@@ -46,13 +47,6 @@ class InterpretedWorker(SpecInferCPUWorker):
     """
 
     warm_ups = 1
-
-    def register_attention(self) -> None:
-        """Replace CPU_ATTN."""
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InterpretedBackend.__name__}"
-        )
-        selector._cached_get_attn_backend.cache_clear()
 
     def init_device(self) -> None:
         """With what lets captures lock their workspace."""
@@ -67,16 +61,10 @@ class InterpretedWorker(SpecInferCPUWorker):
         self._profiled = weakref.WeakSet(set(GRAPHS) - before)
         return available
 
-    def initialize_from_config(self, *args: Any) -> None:
-        """Nobody keeps graphs of that cache."""
-        super().initialize_from_config(*args)
-        gc.collect()
-        assert not self._profiled
-
     def compile_or_warm_up_model(self) -> Any:
         """With made-up steps, then a capture of graphs."""
         if self._warms_up:
-            InterpretedWorker.warm_ups -= 1
+            StartsAsOnGPU.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         if self._captures:
             self.model_runner.capture_model()
@@ -85,11 +73,29 @@ class InterpretedWorker(SpecInferCPUWorker):
     @property
     def _warms_up(self) -> bool:
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
-        return self._captures and asynchronous and InterpretedWorker.warm_ups > 0
+        return self._captures and asynchronous and StartsAsOnGPU.warm_ups > 0
 
     @property
     def _captures(self) -> bool:
         return self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+
+
+class InterpretedWorker(SpecInferCPUWorker, StartsAsOnGPU):
+    """Runs CUDA's path."""
+
+    def register_attention(self) -> None:
+        """Replace CPU_ATTN."""
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN, f"{__name__}.{InterpretedBackend.__name__}"
+        )
+        selector._cached_get_attn_backend.cache_clear()
+
+    def determine_available_memory(self) -> int:
+        """Nobody keeps graphs of the small KV cache."""
+        available = super().determine_available_memory()
+        gc.collect()
+        assert not self._profiled
+        return available
 
 
 class Counts(NamedTuple):

@@ -66,7 +66,7 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
             assert any(tree == [parents, near] for tree in trees)
     ahead, on_cpu = found["ahead"]["metrics"], of_cpu["ahead"]["metrics"]
     for ssm in ("ssm0", "ssm1"):
-        assert ahead[f"drafted_nodes {ssm}"] > 3
+        assert ahead[f"drafted_nodes {ssm}"] >= 3
         assert ahead[f"accepted_tokens {ssm}"] == on_cpu[f"accepted_tokens {ssm}"] > 0
 
 

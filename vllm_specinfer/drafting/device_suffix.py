@@ -70,6 +70,7 @@ class DeviceSuffixes:
         width = min(texts.tokens.shape[1] + 1, generation_size)
         self._columns = torch.arange(width, device=device)
 
+    @torch.inference_mode()  # as what has captured it
     def forget(self) -> None:
         """Forget past texts."""
         self._filled.zero_()

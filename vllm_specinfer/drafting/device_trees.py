@@ -331,7 +331,8 @@ class TreeGraphs:
         """Run the last rows of each text; only new ones write K/V."""
         inputs, ssm = self.inputs, self._ssm
         rows, num_rows = self._catch_up_pass.rows, len(self._window)
-        end = self._texts.lengths[inputs.slots].long()[:, None] - ssm.lookahead
+        lengths = torch.where(inputs.grows, self._texts.lengths[inputs.slots], 0)
+        end = lengths.long()[:, None] - ssm.lookahead
         back = num_rows - self._window
         positions = (end - back).clamp_min(0)
         new = inputs.grows[:, None] & (back <= self._num_new[:, None])
@@ -356,7 +357,9 @@ class TreeGraphs:
     def _start(self) -> tuple:
         inputs = self.inputs
         lengths = self._texts.lengths[inputs.slots]
-        self._context.copy_(lengths - self._ssm.lookahead)
+        # Padding has a slot, too, but nothing to attend to.
+        context = torch.where(inputs.grows, lengths - self._ssm.lookahead, 0)
+        self._context.copy_(context)
         self._roots.copy_(lengths - 1)
         self.growth.start(inputs.grows)
         return self._extend(0, self._hidden)
@@ -391,7 +394,7 @@ class TreeGraphs:
         rows.seq_lens.copy_(self._context + level.used)
         rows.tokens.copy_(torch.where(level.is_node, tokens, 0).flatten())
         # A node's position id is its depth, not its scratch slot.
-        positions = (context - 1 + depth).clamp_max(ssm.max_model_len - 1)
+        positions = (context - 1 + depth).clamp(0, ssm.max_model_len - 1)
         rows.positions.view(level.columns.shape).copy_(positions.expand_as(tokens))
         rows.kv_slots.copy_(torch.where(level.is_node, kv_slots, PAD_SLOT_ID).flatten())
         rows.context_lens.copy_(self._context)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from vllm.compilation.cudagraph_pool import capture_pool
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.distributed.parallel_state import (
     GraphCaptureContext,
     get_dp_group,
@@ -30,10 +30,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers
-
-# Rows of a level in the largest graphs: their logits stay in the graphs' memory, up to
-# ten bytes for each token of the vocabulary.
-MOST_ROWS = 1024
+from vllm_specinfer.drafting.head import MOST_ROWS
 
 # What a pass gives: hidden states [F, H], and whatever else its model returns by row.
 Outputs = tuple[torch.Tensor, ...]
@@ -121,6 +118,34 @@ class PassRows(NamedTuple):
             is_tree=np.zeros(num_reqs, bool),
             context_lens=np.zeros(num_reqs, np.int32),
             ancestor_bits=np.zeros((num_rows, shape.words), np.int64),
+        )
+
+    def pieces(self, most: int) -> "list[PassRows]":
+        """Passes of at most so many rows, one after the other."""
+        num_rows = len(self.tokens)
+        if num_rows <= most:
+            return [self]
+        return [
+            self._rows(i, min(i + most, num_rows)) for i in range(0, num_rows, most)
+        ]
+
+    def _rows(self, begin: int, end: int) -> "PassRows":
+        first = int(self.starts.searchsorted(begin, side="right")) - 1
+        last = int(self.starts.searchsorted(end))
+        requests, rows = slice(first, last), slice(begin, end)
+        seq_lens = self.seq_lens[requests].copy()
+        if not self.is_tree[last - 1]:  # K/V of the rest of a chain is not there yet
+            seq_lens[-1] -= self.starts[last] - end
+        return PassRows(
+            self.slots[requests],
+            self.starts[first : last + 1].clip(begin, end) - begin,
+            seq_lens,
+            self.tokens[rows],
+            self.positions[rows],
+            self.kv_slots[rows],
+            self.is_tree[requests],
+            self.context_lens[requests],
+            self.ancestor_bits[rows],
         )
 
     def padded(self, shape: "GraphShape") -> "PassRows":
@@ -226,12 +251,18 @@ class PassGraphs:
         return None
 
 
-def most_requests(max_num_reqs: int, most_nodes: int) -> int:
-    """Requests of the largest graphs, of which each may have a level of so many nodes.
+def most_requests(scheduler: SchedulerConfig, most_nodes: int, most_rows: int) -> int:
+    """Requests of the largest graphs; more of them draft without.
 
-    More of them draft without: where so many run, few nodes pay.
+    Where so many run, few nodes pay.
+
+    Args:
+        scheduler: How many requests, and rows of a pass, there may be.
+        most_nodes: Of a level of each.
+        most_rows: Of each in any pass.
     """
-    return max(1, min(max_num_reqs, MOST_ROWS // most_nodes))
+    fit = scheduler.max_num_batched_tokens // most_rows
+    return max(1, min(scheduler.max_num_seqs, MOST_ROWS // most_nodes, fit))
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -18,6 +18,8 @@ from vllm_specinfer.device import is_host
 logger = init_logger(__name__)
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"
+# Rows of which logits are in memory at once, some ten bytes for each token.
+MOST_ROWS = 1024
 
 
 class DraftHead:
@@ -73,6 +75,9 @@ class DraftHead:
     def _keep(self, rows: torch.Tensor) -> None:
         # Drafts need no more precision, and the rows' bytes are what costs time.
         self._rows = rows.to(torch.bfloat16)
+        # As buffers of the model they survive vLLM's sleep.
+        for name, tensor in (("draft_rows", self._rows), ("draft_ids", self._tokens)):
+            self._model.register_buffer(name, tensor, persistent=False)
         self._linear = nn.functional.linear
         if is_host(rows.device):
             from vllm_specinfer.kernels.cpu.linear import linear_for
@@ -92,6 +97,15 @@ class DraftHead:
             log-probabilities [F, M] float32 and tokens [F, M] int64. A vocabulary of
             fewer than M tokens gives so many.
         """
+        first, *parts = [self._likeliest(h, count) for h in hidden.split(MOST_ROWS)]
+        if not parts:
+            return first
+        values, tokens = map(torch.cat, zip(first, *parts, strict=True))
+        return values, tokens
+
+    def _likeliest(
+        self, hidden: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._tokens is None:
             logits = self._model.compute_logits(hidden).float()
         else:

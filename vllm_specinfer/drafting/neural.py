@@ -109,7 +109,6 @@ class NeuralSource:
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> list[list[AttentionGroup]]:
         """As `NeuralSSM.bind`."""
-        self.on_device = None
         return self.ssm.bind(kv_cache_config, block_tables)
 
     def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:

@@ -4,9 +4,11 @@ Dimension legend: R requests that get a tree, N nodes of a tree, Q sources asked
 candidates per request.
 """
 
+import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,6 +130,31 @@ class SourceSet:
         """Forget the texts of finished requests."""
         for lookup in self.lookups:
             lookup.forget()
+
+    @contextmanager
+    def unlearned(self) -> Iterator[None]:
+        """What is learned in here, of requests that are made up, is forgotten."""
+        calibrations = [source.calibration for source in self.all()]
+        learners = [vars(x) for x in (self._budget, *calibrations, *self._predictors())]
+        before = copy.deepcopy(learners)
+        try:
+            yield
+        finally:
+            for learner, state in zip(learners, before, strict=True):
+                learner.clear()
+                learner.update(state)
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured: it was over another KV cache."""
+        for source in self.all():
+            source.on_device = None
+        for source in self.ssms:
+            source.ssm.drop_graphs()
+
+    def lose_kv(self) -> None:
+        """The KV cache has lost what was in it."""
+        for source in self.ssms:
+            source.ssm.lose_kv()
 
     def propose(
         self,

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.attention.metadata import TreeRows
-from vllm_specinfer.device import StagedBuffers, read, stage
+from vllm_specinfer.device import StagedBuffers, is_host, read, stage
 from vllm_specinfer.drafting.blocks import BlockIds, HostBlocks
 from vllm_specinfer.drafting.graphs import (
     Captured,
@@ -39,7 +39,7 @@ from vllm_specinfer.drafting.graphs import (
     captured,
 )
 from vllm_specinfer.drafting.growth import Frontier
-from vllm_specinfer.drafting.head import DraftHead
+from vllm_specinfer.drafting.head import MOST_ROWS, DraftHead
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.written import WrittenBlocks
 
@@ -116,8 +116,6 @@ class NeuralSSM:
         self._groups = attn_groups[used[0]]
         self._group_id = used[0]
         self._blocks = HostBlocks(block_tables, used[0])
-        # Those of another KV cache are worth nothing.
-        self._graphs = None
         self._block_size = block_tables.block_sizes[used[0]]
         self._written = WrittenBlocks(
             kv_cache_config.num_blocks,
@@ -125,6 +123,10 @@ class NeuralSSM:
             self.max_num_reqs,
         )
         return attn_groups
+
+    def lose_kv(self) -> None:
+        """The KV cache has lost what was in it; no request runs."""
+        self._written.forget()
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
@@ -153,7 +155,9 @@ class NeuralSSM:
         """One pass without attention, for memory profiling and compilation."""
         states = self.no_states(len(input_ids))
         hidden = self._taken(self._run(input_ids, positions, None, None, states))
-        self._head.likeliest(hidden[:1], 1)
+        # As many rows as a level may have where memory is profiled for it.
+        rows = 1 if is_host(self.device) else MOST_ROWS
+        self._head.likeliest(hidden[:rows], 1)
 
     def num_unread(self, step: DraftStep) -> int:
         """Known tokens of the batch that no pass has read yet."""
@@ -323,6 +327,10 @@ class NeuralSSM:
         """
         self._graphs = PassGraphs(most, self._graph)
 
+    def drop_graphs(self) -> None:
+        """Forget them."""
+        self._graphs = None
+
     def _graph(self, shape: GraphShape) -> PassGraph:
         fixed = self.static_pass(shape, PassRows.padding(shape))
         captured = self.captured(fixed.launch)
@@ -359,17 +367,30 @@ class NeuralSSM:
         """[F, hidden] hidden states of rows, whose K/V is written."""
         self.num_rows += len(rows.tokens)
         self._overwrite(rows.kv_slots)
+        pieces = rows.pieces(self._scheduler_config.max_num_batched_tokens)
+        if len(pieces) == 1:
+            return self._taken(self._run_piece(rows, states))
+        outputs, begin = [], 0
+        for piece in pieces:
+            end = begin + len(piece.tokens)
+            part = self._run_piece(piece, None if states is None else states[begin:end])
+            # Graphs overwrite theirs.
+            outputs.append([output.clone() for output in part])
+            begin = end
+        return self._taken(tuple(map(torch.cat, zip(*outputs, strict=True))))
+
+    def _run_piece(self, rows: PassRows, states: torch.Tensor | None) -> Outputs:
+        """A pass of no more rows than the model was compiled for."""
         graph = self._graphs and self._graphs.of(rows)
         if graph:
-            return self._taken(graph.run(rows, states))
-        run = self._prepared(
+            return graph.run(rows, states)
+        return self._prepared(
             PassRows(*stage(self.device, *rows)),
             self._blocks.rows(rows.slots),
             _host_side(rows.starts, rows.seq_lens),
             states,
             bool(rows.is_tree.any()),
-        )
-        return self._taken(run())
+        )()
 
     def _prepared(
         self,

@@ -43,6 +43,10 @@ class WrittenBlocks:
         known = self._digests[list(blocks[: len(chain)])] == chain
         return int(np.logical_and.accumulate(known).sum()) * self._block_size
 
+    def forget(self) -> None:
+        """Know nothing about any block again."""
+        self._digests[:] = _UNKNOWN
+
     def overwrite(self, kv_slots: np.ndarray) -> None:
         """The SSM is about to write to these KV cache slots, none of them PAD."""
         self._digests[kv_slots // self._block_size] = _UNKNOWN
