@@ -117,6 +117,11 @@ def test_what_changes_nothing_is_not_reported(changes, old, new):
             "vllm.scheduler:launch is not the same: -block=64  +block=32  +more=1",
         ),
         ("(Base)", "", "vllm.scheduler:Scheduler.step is gone"),
+        (
+            "    def add(",
+            "    @abstractmethod\n    def end(self): ...\n\n    def add(",
+            "vllm.scheduler:Scheduler is not the same: +end()",
+        ),
     ],
 )
 def test_what_changes_is_named(changes, old, new, sentence):

@@ -8,13 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before vLLM's other one
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_specinfer import seams
+from vllm_specinfer import compat, seams
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import block_tables, inputs, sampling
 from vllm_specinfer.noise import gumbel_noise
+from vllm_specinfer.scheduling.grammar import tree_bitmask
+from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
+from vllm_specinfer.worker import TreeOutput
 
 KERNELS = "vllm.v1.worker.gpu."
 
@@ -155,6 +159,32 @@ def test_the_sampler_of_draws_passes_every_flag_on(monkeypatch):
     )
     assert passed == [(None, None, False, False)]
     assert token.tolist() == [2] and left.isinf().tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("stride", [None, 6])
+def test_every_request_has_as_many_rows_of_grammars(stride):
+    """0.33 has N + 1 rows for each, of which the first ones are a path's."""
+    tree = TokenTree(np.array([5, 6, 7]), np.array([ROOT, 0, ROOT]))
+
+    def grammar_bitmask(requests, ids, drafts):
+        (path,) = drafts.values()
+        rows = [[sum(path[:i])] for i in range(len(path) + 1)]
+        return np.array(rows + [[99]] * ((stride or 0) - len(rows)), np.int32)
+
+    manager = SimpleNamespace(
+        validate_tokens=lambda _, tokens: tokens, grammar_bitmask=grammar_bitmask
+    )
+    rows = tree_bitmask(manager, SimpleNamespace(request_id="r"), tree)
+    assert rows[:4].tolist() == [[0], [5], [11], [7]]
+    assert len(rows) == (stride or 4)
+
+
+def test_a_steps_output_has_all_that_is_abstract_in_vllms():
+    for release in compat.SUPPORTED:
+        seam = seams.table(release)["vllm.v1.outputs:AsyncModelRunnerOutput"]["is"]
+        methods = [part[:-2] for part in seam.split(", ") if part.endswith("()")]
+        assert "get_output" in methods
+        assert all(method in vars(TreeOutput) for method in methods)
 
 
 def test_the_workers_own_check_for_triton_is_passed(monkeypatch):

@@ -7,6 +7,8 @@ Where 0.33 differs from 0.32 the code takes both. These are all the places:
   `gumbel_sample` mixes a chain's step into the seed. `chain_rejection.py`, which only
   vLLM's own chain needs, is there to compare with, and that of 0.32.
 - `verify/stochastic.py`: `Sampler._sample_random` has one more flag.
+- `scheduling/grammar.py`: bitmasks have as many rows for every request.
+- `worker.py`: `AsyncModelRunnerOutput` has one more method.
 
 `seams.py` compares everything else by signature and code.
 """

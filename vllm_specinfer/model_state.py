@@ -184,6 +184,8 @@ class TreeModelState(DefaultModelState):
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
         self._bind_sampler(sampler)
+        # FlashInfer draws by other random numbers than those that drafts are drawn by.
+        sampler.use_flashinfer = False
         verifier, commit = TreeSampler, self.commit
         if not is_host(self.device):
             # Its kernels need Triton.

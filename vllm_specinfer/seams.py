@@ -239,6 +239,13 @@ def _seam(node: ast.stmt) -> Seam:
             for field in node.body
             if isinstance(field, ast.AnnAssign) and field.value is None
         ]
+        # What a subclass must have to be built.
+        needed += [
+            f"{method.name}()"
+            for method in node.body
+            if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+            and "abstractmethod" in map(ast.unparse, method.decorator_list)
+        ]
         parts = [*map(ast.unparse, node.bases), *needed]
         return {"is": f"class {', '.join(parts)}", "code": ""}
     return {"is": ast.unparse(node).partition("=")[0].strip(), "code": _hash(node)}

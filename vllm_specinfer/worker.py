@@ -49,6 +49,10 @@ class TreeOutput(AsyncModelRunnerOutput):
         output.tree_stats = self._stats
         return output
 
+    def get_kv_connector_output(self) -> Any:
+        """What vLLM 0.33 wants to keep of a step that has failed."""
+        return self._output.get_kv_connector_output()
+
 
 class TreeWorker(Worker):
     """Put before one of vLLM's workers: tree attention, tree drafting, statistics.

@@ -30,8 +30,9 @@ def tree_bitmask(
         tree: The scheduled drafts.
 
     Returns:
-        [N + 1, W] int32, row 0 for the root. A node that the grammar forbids allows
-        everything, for no walk ever comes to it.
+        [N + 1, W] int32, row 0 for the root, or as many rows as the manager has for
+        every request (vLLM 0.33), the last ones unused. A node that the grammar forbids
+        allows everything, for no walk ever comes to it.
     """
     paths = list(tree.leaf_paths()) or [[]]
     bitmask = None
@@ -43,7 +44,8 @@ def tree_bitmask(
             {request.request_id: tokens},
         )
         if bitmask is None:
-            shape = (len(tree) + 1, rows.shape[1])
+            shape = (max(len(tree) + 1, len(rows)), rows.shape[1])
             bitmask = np.full(shape, _EVERYTHING, np.int32)
-        bitmask[np.array([ROOT, *path])[: len(tokens) + 1] + 1] = rows
+        nodes = np.array([ROOT, *path])[: len(tokens) + 1]
+        bitmask[nodes + 1] = rows[: len(nodes)]
     return bitmask

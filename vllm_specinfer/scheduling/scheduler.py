@@ -115,16 +115,13 @@ class SpecInferScheduler(Scheduler):
         ]
         if not any(req_id in drafts for req_id in ids):
             return super().get_grammar_bitmask(scheduler_output)
+        manager = self.structured_output_manager
+        trees = [self._scheduled_tree(r, drafts.get(r, [])) for r in ids]
         rows = [
-            tree_bitmask(
-                self.structured_output_manager,
-                self.requests[req_id],
-                self._scheduled_tree(req_id, drafts.get(req_id, [])),
-            )
-            for req_id in ids
+            tree_bitmask(manager, self.requests[req_id], tree)
+            for req_id, tree in zip(ids, trees, strict=True)
         ]
-        counts = [len(of_request) - 1 for of_request in rows]
-        return GrammarOutput(ids, np.concatenate(rows), counts)
+        return GrammarOutput(ids, np.concatenate(rows), list(map(len, trees)))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
