@@ -30,6 +30,8 @@ import tree_attention_cases
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.kernels.triton.commit import commit_paths_ref
 from vllm_specinfer.kernels.triton.tree_attention import (
+    RowBlocks,
+    rows_per_block,
     tree_attention,
     tree_attention_ref,
 )
@@ -108,7 +110,7 @@ def _check_replay() -> None:
         for seed, requests in enumerate((cases.LARGE, cases.LARGE[::-1]))
     )
     out, expected = first["query"].new_full((2, *first["query"].shape), torch.nan)
-    bounds = {"max_query_len": 129, "max_seq_len": 4096, "num_splits": 5}
+    bounds = {"max_query_len": 129, "max_seq_len": 4096, "num_programs": 40}
     replay = _captured(lambda: tree_attention(**first, out=out, chains=True, **bounds))
     for name, value in second.items():
         if isinstance(value, torch.Tensor):
@@ -221,7 +223,12 @@ class Shape:
 
 
 def ours(shape: Shape) -> Callable[[], object]:
-    """Our kernel."""
+    """Our kernel, and its programs' rows, which all layers of a step share."""
+    group, itemsize = NUM_HEADS // NUM_KV_HEADS, shape.query.element_size()
+    per_request = -(
+        -shape.rows // rows_per_block(shape.rows, group, HEAD_SIZE, itemsize)
+    )
+    blocks = RowBlocks.uniform(shape.batch, per_request, shape.query.device)
     return lambda: tree_attention(
         shape.query,
         shape.kv_cache,
@@ -233,6 +240,7 @@ def ours(shape: Shape) -> Callable[[], object]:
         HEAD_SIZE**-0.5,
         max_query_len=shape.rows,
         max_seq_len=shape.length,
+        row_blocks=blocks,
     )
 
 

@@ -1,6 +1,7 @@
 """Parsing of the user's dictionary and the config object vLLM carries."""
 
 import copy
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -345,6 +346,15 @@ def test_config_survives_copies_and_replace(engine_config):
         assert copied.options == spec.options
         assert copied.method == "draft_model"
         assert copied.compute_hash() == spec.compute_hash()
+
+
+def test_compiled_ssms_are_those_of_the_same_places(engine_config):
+    """What vLLM keeps compiled holds the names of layers, and they are numbered."""
+    spec = engine_config.speculative_config
+    other = copy.copy(spec)
+    ssm = spec.options.ssms[0]
+    other.options = dataclasses.replace(spec.options, sources=(ssm, ssm))
+    assert other.compute_hash() != spec.compute_hash()
 
 
 def test_replace_builds_no_model_config_again(engine_config):

@@ -138,11 +138,15 @@ class SpecInferConfig(SpeculativeConfig):
         self.target_parallel_config.worker_cls = worker_cls()
 
     def compute_hash(self) -> str:
-        """As vLLM's, which looks at the method to see whether a head reads layers."""
+        """As vLLM's, which looks at the method to see whether a head reads layers.
+
+        Compiled SSMs hold the names of their layers, which are numbered.
+        """
         layers = getattr(
             self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None
         )
-        factors = super().compute_hash(), self.reads_layers, layers
+        ssms = [ssm.model for ssm in self.options.ssms]
+        factors = super().compute_hash(), self.reads_layers, layers, ssms
         return safe_hash(repr(factors).encode(), usedforsecurity=False).hexdigest()
 
     @property

@@ -63,6 +63,7 @@ class TreeModelState(DefaultModelState):
         *,
         trees: TreeTable,
         start_request: Callable[[int, NewRequestData], None],
+        end_request: Callable[[str], None],
         bind_sampler: Callable[[Sampler], None],
         verifying: Callable[[], OnVerified],
         plan_ahead: Callable[[InputBatch], DevicePlan | None],
@@ -73,6 +74,7 @@ class TreeModelState(DefaultModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self._trees = trees
         self._start_request = start_request
+        self._end_request = end_request
         self._bind_sampler = bind_sampler
         self._verifying = verifying
         self._plan_ahead = plan_ahead
@@ -114,6 +116,11 @@ class TreeModelState(DefaultModelState):
         self._trees.drop(req_index)
         self._verifier.start(req_index)
         self._start_request(req_index, new_req_data)
+
+    def remove_request(self, req_id: str) -> None:
+        """What is heard of it from now on is of nobody."""
+        super().remove_request(req_id)
+        self._end_request(req_id)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables

@@ -192,6 +192,7 @@ class TreeSpeculator(DraftModelSpeculator):
             TreeModelState,
             trees=self._trees,
             start_request=self._start_request,
+            end_request=self._end_request,
             bind_sampler=self._bind_sampler,
             verifying=self._on_verifying,
             plan_ahead=self._plan_ahead,
@@ -243,6 +244,12 @@ class TreeSpeculator(DraftModelSpeculator):
             self._ahead.start(slot, request)
             self.sources.start(slot, request)
 
+    def _end_request(self, req_id: str) -> None:
+        slot = self._req_states.req_id_to_index.get(req_id)
+        if self._ahead is not None and slot is not None:
+            with self._ahead.learning:
+                self._ahead.leave(slot)
+
     def _plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
         return self._ahead and self._ahead.plan(input_batch)
 
@@ -276,6 +283,11 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _on_time(self, phase: str, seconds: float) -> None:
         self._verifying.seconds[phase] += seconds
+
+    @property
+    def hear_drafts(self) -> Callable[[], None]:
+        """Waits for what has been drafted ahead last, if anything has."""
+        return _nothing if self._ahead is None else self._ahead.hear
 
     def start_verification(self) -> WorkerStats:
         """A step is verified: what is counted of it, to be read when it is over."""
@@ -491,3 +503,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 path = range(count - 1)
             rows.append(start + np.array([0, *(node + 1 for node in path)]))
         return np.concatenate(rows)
+
+
+def _nothing() -> None:
+    pass

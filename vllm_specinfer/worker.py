@@ -1,7 +1,7 @@
 """What specinfer adds to a worker: where the speculator enters vLLM's runner."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,14 @@ class TreeOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: AsyncModelRunnerOutput,
-        hear: Callable[[], Any],
+        hear: Sequence[Callable[[], Any]],
         stats: WorkerStats,
     ) -> None:
         """Wait for nothing yet.
 
         Args:
             output: The runner's.
-            hear: Completes the numbers.
+            hear: Complete the numbers, one after the other.
             stats: The numbers.
         """
         self._output = output
@@ -45,7 +45,8 @@ class TreeOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens and the walks."""
         output = self._output.get_output()
-        self._hear()
+        for hear in self._hear:
+            hear()
         output.tree_stats = self._stats
         return output
 
@@ -184,11 +185,13 @@ class TreeWorker(Worker):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Verify; what was counted goes along with the step's output."""
-        stats = self.model_runner.speculator.start_verification()
+        speculator = self.model_runner.speculator
+        # Drafted before this step, also where none of the drafts had a row in it.
+        stats, drafts = speculator.start_verification(), speculator.hear_drafts
         output = super().sample_tokens(*args, **kwargs)
         if output is None:
             return None
-        return TreeOutput(output, self.model_runner.model_state.hear, stats)
+        return TreeOutput(output, (self.model_runner.model_state.hear, drafts), stats)
 
     def _as_known(self, output: SchedulerOutput) -> SchedulerOutput:
         """A step that was scheduled before its trees were drafted.

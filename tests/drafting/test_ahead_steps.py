@@ -250,10 +250,11 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
     assert steps.num_nodes(3, 1) == 1 and steps.num_nodes(1, 2) == 2
 
 
-def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps):
+@pytest.mark.parametrize("change", [start, AheadSteps.leave])
+def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps, change):
     draft(steps, a_batch([3, 1]))
     hear = steps.hear
-    start(steps, 3)
+    change(steps, 3)
     draft(steps, a_batch([1]))
     hear()
     assert [slot for slot, _ in steps.sources.ssms[0].read] == [1]

@@ -38,6 +38,7 @@ def make_builder(
             get_num_kv_heads=lambda _: num_kv_heads,
             get_head_size=lambda: width // 2,
             rswa_window=None,
+            dtype=dtype,
         ),
         parallel_config=None,
         compilation_config=SimpleNamespace(

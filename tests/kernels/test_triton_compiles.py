@@ -19,6 +19,8 @@ SHAPE = {
     "BLOCK_M": 16,
     "TILE": 32,
     "NUM_WORDS": 2,
+    "MAX_SPLITS": 32,
+    "MIN_TILES_PER_SPLIT": 4,
 }
 ALL = {"WINDOW": 256, "SINKS": True, "CHAINS": True}
 NONE = {"WINDOW": 0, "SINKS": False, "CHAINS": False}
@@ -29,9 +31,10 @@ POINTERS = {
     "*i64": "bits layers slot_mapping targets drafts first num_rows places rows ends "
     "slots lengths",
     "*i32": "block_table query_start_loc seq_lens context_lens path count parents "
-    "searched texts",
+    "searched texts requests",
     "*i1": "is_tree",
 }
+BLOCKS = {"places_ptr": "*i32", "count_ptr": "*i32"}
 TYPES = {f"{name}_ptr": kind for kind in POINTERS for name in POINTERS[kind].split()}
 
 
@@ -47,15 +50,15 @@ def type_of(name: str) -> str:
         (
             tree_attention._tree_attention_kernel,
             SHAPE | ALL | KERNEL | {"SOFTCAP": True, "SCALES": True, "SPLIT": True},
-            {"kv_cache_ptr": "*fp8e4nv"},
+            {"kv_cache_ptr": "*fp8e4nv", **BLOCKS},
         ),
         (
             tree_attention._tree_attention_kernel,
             SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
-            {},
+            BLOCKS,
         ),
-        (tree_attention._join_splits_kernel, SHAPE | ALL | {"SPLITS_PADDED": 32}, {}),
-        (tree_attention._join_splits_kernel, SHAPE | NONE | {"SPLITS_PADDED": 8}, {}),
+        (tree_attention._join_splits_kernel, SHAPE | ALL, BLOCKS),
+        (tree_attention._join_splits_kernel, SHAPE | NONE, BLOCKS),
         (
             commit._commit_paths_kernel,
             {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import tree_attention_cases as cases
@@ -26,11 +27,37 @@ def test_a_window_that_could_end_among_the_nodes_is_refused() -> None:
         kernels.tree_attention(**arguments, out=out, **bounds, window=127)
 
 
-def test_splits_fill_the_device_within_bounds(monkeypatch) -> None:
+def test_programs_fill_the_device_where_there_is_something_to_split(monkeypatch):
     monkeypatch.setattr(kernels, "_num_sms", lambda _: 132)
     device = torch.device("cpu")
-    assert kernels.choose_num_splits(8, 131072, 64, device) == 32
-    assert kernels.choose_num_splits(64, 131072, 64, device) == 4
-    assert kernels.choose_num_splits(512, 131072, 64, device) == 1
-    assert kernels.choose_num_splits(8, 1024, 64, device) == 4
-    assert kernels.choose_num_splits(8, 100, 64, device) == 1
+    assert kernels.choose_num_programs(8, 131072, 64, device) == 33
+    assert kernels.choose_num_programs(512, 131072, 64, device) == 1
+    assert kernels.choose_num_programs(8, 256, 64, device) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_every_row_that_is_attended_is_in_one_block(rows) -> None:
+    rng = np.random.default_rng(rows)
+    for _ in range(50):
+        counts = rng.integers(0, 40, size=rng.integers(1, 9)) * rng.integers(0, 2)
+        num_rows, num_reqs = int(counts.sum()), len(counts)
+        attended = rng.random(num_reqs) < 0.7 if rng.random() < 0.5 else None
+        most = kernels.max_row_blocks(num_rows, num_reqs, rows)
+        blocks = kernels.RowBlocks.room(most, torch.device("cpu"))
+        starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
+        blocks.fill(starts, rows, None if attended is None else torch.tensor(attended))
+        wanted = [
+            (r, place)
+            for r in range(num_reqs)
+            if attended is None or attended[r]
+            for place in range(-(-int(counts[r]) // rows))
+        ]
+        found = zip(blocks.requests.tolist(), blocks.places.tolist(), strict=True)
+        assert list(found)[: blocks.count.item()] == wanted
+        assert len(wanted) <= most
+
+
+def test_requests_with_as_many_rows_have_as_many_blocks() -> None:
+    blocks = kernels.RowBlocks.uniform(3, 2, torch.device("cpu"))
+    assert blocks.requests.tolist() == [0, 0, 1, 1, 2, 2]
+    assert blocks.places.tolist() == [0, 1] * 3 and blocks.count.tolist() == [6]

@@ -8,6 +8,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import interpreter
 import numpy as np
@@ -129,9 +130,9 @@ def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield step([Request(9, 70), Request(70, 129)], num_kv_heads=1), {}
     wide = [Request(300, 9), Request(10, 20, is_tree=False), Request(150, 3)]
     one_head = {"seed": 3, "num_kv_heads": 1}
-    yield step(wide, **one_head, sinks=True), {"num_splits": 3, "chains": True}
-    yield step(wide, **one_head, head_size=96, words=3), {"num_splits": 5}
-    for options in ({}, {"num_splits": 2}):
+    yield step(wide, **one_head, sinks=True), {"num_programs": 10, "chains": True}
+    yield step(wide, **one_head, head_size=96, words=3), {"num_programs": 16}
+    for options in ({}, {"num_programs": 7}):
         yield step(wide, **one_head), {"window": 64, "chains": True, **options}
     yield from map(random_step, RANDOM_SEEDS)
 
@@ -168,7 +169,7 @@ def random_step(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     num_words = arguments["tree"].ancestor_bits.shape[1]
     return arguments, {
         "chains": any_of(False, True),
-        "num_splits": any_of(None, 1, 2, 5),
+        "num_programs": any_of(None, 1, 6, 25),
         "softcap": any_of(0.0, 0.0, 3.0),
         "window": any_of(0, 0, 64 * num_words, 64 * num_words + 70),
     }
@@ -185,9 +186,9 @@ def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     ):
         types += [(dtype, kv_dtype, size) for size in (64, 128, 256)]
     # Every compilation takes seconds, so the other choices take turns.
-    groups, splits = itertools.cycle((1, 4, 7)), itertools.cycle((None, 1, 7, 7))
-    for (dtype, kv_dtype, head_size), group, num_splits in zip(
-        types, groups, splits, strict=False
+    groups, programs = itertools.cycle((1, 4, 7)), itertools.cycle((None, 1, 300, 90))
+    for (dtype, kv_dtype, head_size), group, num_programs in zip(
+        types, groups, programs, strict=False
     ):
         arguments = step(
             LARGE,
@@ -199,7 +200,10 @@ def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             positions_first=group == 7,
         )
         window = 192 if head_size in (96, 256) else 0
-        yield arguments, {"num_splits": num_splits, "chains": True, "window": window}
+        yield (
+            arguments,
+            {"num_programs": num_programs, "chains": True, "window": window},
+        )
 
 
 def on(device: torch.device | str, value: Any) -> Any:
@@ -215,14 +219,15 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
 
     query = arguments["query"]
     found, expected = query.new_full((2, *query.shape), torch.nan)
-    kernels.tree_attention(
-        **arguments,
-        out=found,
-        **options,
-        max_query_len=int(arguments["query_start_loc"].diff().max()),
-        max_seq_len=int(arguments["seq_lens"].max()),
-    )
-    for_ref = {k: v for k, v in options.items() if k != "num_splits"}
+    with mock.patch.object(kernels, "MIN_TILES_PER_SPLIT", 1):
+        kernels.tree_attention(
+            **arguments,
+            out=found,
+            **options,
+            max_query_len=int(arguments["query_start_loc"].diff().max()),
+            max_seq_len=int(arguments["seq_lens"].max()),
+        )
+    for_ref = {k: v for k, v in options.items() if k != "num_programs"}
     kernels.tree_attention_ref(**arguments, out=expected, **for_ref)
     return found, expected
 

@@ -35,7 +35,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.cuda import CUDACommit
-from vllm_specinfer.kernels.triton.tree_attention import WORD_BITS, tree_attention
+from vllm_specinfer.kernels.triton.tree_attention import (
+    WORD_BITS,
+    RowBlocks,
+    max_row_blocks,
+    rows_per_block,
+    tree_attention,
+)
 from vllm_specinfer.tree.token_tree import num_words
 
 
@@ -43,11 +49,17 @@ from vllm_specinfer.tree.token_tree import num_words
 class TreeAttentionMetadata(TritonAttentionMetadata):
     """vLLM's metadata plus the step's trees, None in a step without any.
 
-    `all_rows` says that our kernel runs the rows of requests without a tree, too.
+    Attributes:
+        tree: The step's trees.
+        all_rows: Our kernel runs the rows of requests without a tree, too.
+        row_blocks: What its programs attend.
+        tile_rows: Rows of a request that its tiles are made for.
     """
 
     tree: TreeRows | None = None
     all_rows: bool = False
+    row_blocks: RowBlocks | None = None
+    tile_rows: int = 0
 
 
 class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
@@ -73,7 +85,8 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
         )
-        words = num_words(max_decode_query_len(vllm_config))
+        self._tree_rows = max_decode_query_len(vllm_config)
+        words = num_words(self._tree_rows)
         int32 = {"dtype": torch.int32, "device": device}
         self._trees = TreeRows(
             is_tree=torch.zeros(max_num_reqs, dtype=torch.bool, device=device),
@@ -82,7 +95,15 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 max_num_rows, words, dtype=torch.int64, device=device
             ),
         )
-        self._holds_trees = False
+        self._holds_trees = self._captured = False
+        rows = self._rows_per_block(self._tree_rows)
+        most = max_row_blocks(max_num_rows, max_num_reqs, rows)
+        self._row_blocks = RowBlocks.room(most, device)
+
+    def _rows_per_block(self, tile_rows: int) -> int:
+        dtype = self.vllm_config.model_config.dtype
+        group = self.num_heads_q // self.num_heads_kv
+        return rows_per_block(tile_rows, group, self.headdim, dtype.itemsize)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
@@ -118,9 +139,11 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             if self._holds_trees:
                 self._trees.is_tree.zero_()
                 self._holds_trees = False
+            if self._captured:
+                self._lay_out(stock)
             return stock
         self._stage(tree)
-        return self._with_trees(stock, self._trees)
+        return self._in_verification(stock)
 
     def build_level(
         self, common: CommonAttentionMetadata, tree: TreeRows
@@ -131,7 +154,10 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             common: As in vLLM.
             tree: The trees, on the device; no graph reads them, so they stay there.
         """
-        return self._with_trees(super().build(0, common), tree)
+        stock, rows = super().build(0, common), common.max_query_len
+        per_request = -(-rows // self._rows_per_block(rows))
+        blocks = RowBlocks.uniform(common.num_reqs, per_request, self.device)
+        return self._with_trees(stock, tree, blocks, rows)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -147,7 +173,8 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         stock = super().build_for_cudagraph_capture(common_attn_metadata)
         if stock.max_query_len > _most_rows(self._trees):
             return stock
-        return self._with_trees(stock, self._trees)
+        self._captured = True
+        return self._in_verification(stock)
 
     def _stage(self, tree: TreeRows) -> None:
         trees = self._trees
@@ -163,12 +190,32 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         trees.ancestor_bits[:num_rows].copy_(tree.ancestor_bits, non_blocking=True)
         self._holds_trees = True
 
+    def _in_verification(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
+        self._lay_out(stock)
+        return self._with_trees(stock, self._trees, self._row_blocks, self._tree_rows)
+
+    def _lay_out(self, stock: TritonAttentionMetadata) -> None:
+        """Which rows the programs of a step attend."""
+        starts, attended = stock.query_start_loc, None
+        if stock.max_query_len > _most_rows(self._trees):
+            attended = self._trees.is_tree[: len(starts) - 1]
+        rows = self._rows_per_block(self._tree_rows)
+        self._row_blocks.fill(starts, rows, attended)
+
     def _with_trees(
-        self, stock: TritonAttentionMetadata, tree: TreeRows
+        self,
+        stock: TritonAttentionMetadata,
+        tree: TreeRows,
+        row_blocks: RowBlocks,
+        tile_rows: int,
     ) -> TreeAttentionMetadata:
         values = {f.name: getattr(stock, f.name) for f in fields(stock)}
         return TreeAttentionMetadata(
-            **values, tree=tree, all_rows=stock.max_query_len <= _most_rows(tree)
+            **values,
+            tree=tree,
+            all_rows=stock.max_query_len <= _most_rows(tree),
+            row_blocks=row_blocks,
+            tile_rows=tile_rows,
         )
 
 
@@ -279,10 +326,11 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
             self.scale,
             self.logits_soft_cap,
             self.sinks,
-            max_query_len=metadata.max_query_len,
+            max_query_len=metadata.tile_rows,
             max_seq_len=metadata.max_seq_len,
             window=self.sliding_window[0] + 1,
             chains=metadata.all_rows,
+            row_blocks=metadata.row_blocks,
             **scales,
         )
 

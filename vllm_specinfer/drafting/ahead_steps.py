@@ -118,8 +118,8 @@ class AheadSteps:
         self._names = names
         self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
         self._clock = DeviceClock(num_computed.device)
-        # By slot how many requests have started in it.
-        self._starts = np.zeros(len(num_computed), np.int64)
+        # By slot how many requests have come and gone.
+        self._changes = np.zeros(len(num_computed), np.int64)
         self._any_started = False
         self.sizes: dict[str, int] | None = None
         self.hear: Callable[[], None] = _nothing
@@ -127,9 +127,13 @@ class AheadSteps:
         # By slot: nodes of the tree that was heard of last.
         self._num_nodes: dict[int, int] = {}
 
+    def leave(self, slot: int) -> None:
+        """A request has left its slot, and its blocks may soon be another's."""
+        self._changes[slot] += 1
+
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; it has no tree."""
-        self._starts[slot] += 1
+        self._changes[slot] += 1
         self._any_started = True
         prompt = request.prefill_token_ids
         self._prompts[slot, : len(prompt)] = prompt
@@ -276,12 +280,12 @@ class AheadSteps:
         else:
             wait = self._drafter.look_up(slots)
             self._clock.lap(lambda seconds: None)  # next to nothing
-        starts = self._starts[slots]
+        changes = self._changes[slots]
 
         def heard() -> None:
             found = wait()
             with self.learning:
-                alive = np.flatnonzero(self._starts[slots] == starts).tolist()
+                alive = np.flatnonzero(self._changes[slots] == changes).tolist()
                 self._learn(found, slots, alive, num_nodes, asks)
                 sizes = found.is_node.sum(axis=1)
                 for i in alive:

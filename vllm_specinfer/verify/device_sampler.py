@@ -6,6 +6,7 @@ roots, N nodes per tree, V vocabulary.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
+
+# Logits of rows that are sampled at once, as vLLM bounds them
+# (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py).
+MAX_CHUNK_BYTES, FLOAT32_BYTES = 1 << 30, 4
 
 
 class DeviceTreeSampler(TreeSampler):
@@ -73,13 +78,18 @@ class DeviceTreeSampler(TreeSampler):
         counts = np.array([len(of_request) for of_request in paths])
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
-        logprobs = num_nans = None
-        if self._only_draws(input_batch.idx_mapping_np):
-            targets = self._drawn(logits, input_batch, plan, requests, flat_paths)[:, 0]
-        else:
-            output = self._sample(logits, input_batch, plan, requests, flat_paths)
-            targets = output.sampled_token_ids[:, 0]
-            logprobs, num_nans = output.logprobs_tensors, output.num_nans
+        most = max(1, MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES))
+        outputs = [
+            self._of_rows(
+                logits,
+                input_batch,
+                plan,
+                requests[begin : begin + most],
+                flat_paths[begin : begin + most],
+            )
+            for begin in range(0, len(requests), most)
+        ]
+        targets, logprobs, num_nans = map(_whole, zip(*outputs, strict=True))
         drafts, parents = plan.drafts_and_parents(logits.device)
         first, num_rows = stage(
             logits.device, np.cumsum(counts) - counts, counts.astype(np.int32)
@@ -97,6 +107,22 @@ class DeviceTreeSampler(TreeSampler):
         return self._emitted(
             input_batch, targets[rows], num_accepted + 1, logprobs, num_nans
         )
+
+    def _of_rows(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        plan: StepPlan,
+        requests: list[int],
+        paths: list[list[int]],
+    ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
+        """[G] tokens of rows, their log probabilities and numbers of NaNs."""
+        if self._only_draws(batch.idx_mapping_np):
+            drawn = self._drawn(logits, batch, plan, requests, paths)
+            return drawn[:, 0], None, None
+        output = self._sample(logits, batch, plan, requests, paths)
+        tokens = output.sampled_token_ids[:, 0]
+        return tokens, output.logprobs_tensors, output.num_nans
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
@@ -124,6 +150,19 @@ class DeviceDrawTestingSampler(DrawTestingSampler):
         positions = pos[places] + TEST_SALT
         found = verify_draws(logits, places, tokens, q, drawn, seeds, positions)
         return logits, found
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """What was found of all rows."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    if torch.is_tensor(parts[0]):
+        return torch.cat(parts)
+    return LogprobsTensors(
+        torch.cat([part.logprob_token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.selected_token_ranks for part in parts]),
+    )
 
 
 def _chosen(

@@ -236,8 +236,9 @@ class TreeSampler:
         if not states.temperature.np[slots].any():
             return self._argmax(logits, rows)
         places, mapping = stage(logits.device, np.array(rows), slots)
+        whole = rows == list(range(len(logits)))
         tokens = gumbel_sample(
-            logits[places],
+            logits if whole else logits[places],
             mapping,
             states.temperature.gpu,
             states.seeds.gpu,

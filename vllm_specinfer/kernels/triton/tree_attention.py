@@ -2,14 +2,16 @@
 
 One program attends a block of rows of one request with all query heads of one KV head,
 so that they share its K/V tiles: first the tiles of the context, which every row sees,
-then those of the nodes, masked by the rows' ancestor bits. Where requests and heads are
-too few to fill the device, the KV positions are split over programs and a second kernel
-joins their partial softmaxes. Nothing here reads device data on the host, so captured
-graphs replay it. Tile sizes and numbers of splits are not measured.
+then those of the nodes, masked by the rows' ancestor bits. Where blocks of rows are too
+few to fill the device, the KV positions are split over programs and a second kernel
+joins their partial softmaxes. How many blocks there are is the device's to know: a
+graph is captured for the most that its rows may make, and splits as those of the step
+need it. Tile sizes and numbers of programs are not measured.
 
 Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,6 +25,61 @@ WORD_BITS = 64
 MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 4
 PROGRAMS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Which rows each program of a KV head attends, P blocks at most.
+
+    Attributes:
+        requests: [P] int32 request of each block.
+        places: [P] int32 which one of the request's blocks it is.
+        count: [1] int32 how many there are.
+    """
+
+    requests: torch.Tensor
+    places: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def room(cls, most: int, device: torch.device) -> "RowBlocks":
+        """No blocks, and room for so many."""
+        sizes = (most, most, 1)
+        return cls(*(torch.zeros(n, dtype=torch.int32, device=device) for n in sizes))
+
+    @classmethod
+    def uniform(
+        cls, num_reqs: int, per_request: int, device: torch.device
+    ) -> "RowBlocks":
+        """So many blocks of each of R requests."""
+        blocks = torch.arange(num_reqs * per_request, dtype=torch.int32, device=device)
+        requests = blocks // per_request
+        count = torch.full_like(blocks[:1], len(blocks))
+        return cls(requests, blocks - requests * per_request, count)
+
+    def fill(
+        self,
+        query_start_loc: torch.Tensor,
+        rows_per_block: int,
+        attended: torch.Tensor | None = None,
+    ) -> None:
+        """Blocks of the rows of a step, where captured graphs find them.
+
+        Args:
+            query_start_loc: [R + 1] int32.
+            rows_per_block: Rows of one.
+            attended: [R] bool which requests have any; all by default.
+        """
+        counts = (query_start_loc.diff() + (rows_per_block - 1)) // rows_per_block
+        if attended is not None:
+            counts = torch.where(attended, counts, 0)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        block = torch.arange(len(self.requests), dtype=torch.int32, device=ends.device)
+        found = torch.searchsorted(ends, block, right=True)
+        request = found.clamp_max(len(counts) - 1)
+        self.requests.copy_(request)
+        self.places.copy_(block - (ends - counts)[request])
+        self.count.copy_(ends[-1:])
 
 
 @triton.jit
@@ -43,6 +100,18 @@ def _tile_bounds(
 
 
 @triton.jit
+def _tiles_per_split(num_tiles, splits, MIN_TILES_PER_SPLIT: tl.constexpr):
+    return tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES_PER_SPLIT)
+
+
+@triton.jit
+def _num_splits(count, num_programs, MAX_SPLITS: tl.constexpr):
+    """How many programs of a KV head share a block of rows."""
+    splits = num_programs // tl.maximum(count, 1)
+    return tl.maximum(tl.minimum(splits, MAX_SPLITS), 1)
+
+
+@triton.jit
 def _attend_tile(
     acc,
     top,
@@ -52,7 +121,7 @@ def _attend_tile(
     inside,
     visible,
     pages_ptr,
-    block_table_ptr,
+    block,
     cache_stride_block,
     cache_stride_position,
     scale,
@@ -66,7 +135,6 @@ def _attend_tile(
     """One step of the online softmax."""
     d = tl.arange(0, HEAD_PADDED)
     channel = d < HEAD_SIZE
-    block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=inside, other=0)
     at = block.to(tl.int64) * cache_stride_block
     at += (position % BLOCK_SIZE) * cache_stride_position
     key = tl.load(
@@ -94,7 +162,7 @@ def _attend_tile(
     return acc, new_top, total * shrink + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["row_blocks"])
+@triton.jit(do_not_specialize=["num_programs"])
 def _tree_attention_kernel(
     out_ptr,
     partial_ptr,
@@ -107,12 +175,15 @@ def _tree_attention_kernel(
     is_tree_ptr,
     context_lens_ptr,
     bits_ptr,
+    requests_ptr,
+    places_ptr,
+    count_ptr,
     sinks_ptr,
     k_scale_ptr,
     v_scale_ptr,
     scale,
     softcap,
-    row_blocks,
+    num_programs,
     query_stride_row: tl.int64,
     query_stride_head: tl.int64,
     out_stride_row: tl.int64,
@@ -135,11 +206,20 @@ def _tree_attention_kernel(
     SCALES: tl.constexpr,
     CHAINS: tl.constexpr,
     SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_TILES_PER_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    r = tl.program_id(0) // row_blocks
-    row_block = tl.program_id(0) % row_blocks
+    count = tl.load(count_ptr)
+    block_of_rows = tl.program_id(0)
+    if SPLIT:
+        splits = _num_splits(count, num_programs, MAX_SPLITS)
+        block_of_rows = block_of_rows // splits
+    if block_of_rows >= count:
+        return
+    r = tl.load(requests_ptr + block_of_rows)
+    row_block = tl.load(places_ptr + block_of_rows)
     kv_head = tl.program_id(1)
     is_tree = tl.load(is_tree_ptr + r)
     first_row = tl.load(query_start_loc_ptr + r)
@@ -155,11 +235,12 @@ def _tree_attention_kernel(
 
     first, of_context, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
     if SPLIT:
-        split = tl.program_id(2)
-        per_split = tl.cdiv(end - first, tl.num_programs(2))
+        split = tl.program_id(0) % splits
+        per_split = _tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
+        alone = per_split >= end - first
         first += split * per_split
         end = tl.minimum(first + per_split, end)
-        if first >= end:
+        if (split > 0) & (first >= end):
             return
 
     m = tl.arange(0, BLOCK_M)
@@ -193,15 +274,30 @@ def _tree_attention_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS and not SPLIT:
-        top = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
-        total += 1.0
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+        if SPLIT:  # the join counts it
+            top = tl.where(alone, sink, float("-inf"))
+            total += tl.where(alone, 1.0, 0.0)
+        else:
+            top = sink
+            total += 1.0
     pages_ptr = kv_cache_ptr + kv_head * cache_stride_head
     blocks_ptr = block_table_ptr + r * block_table_stride
     t = tl.arange(0, TILE)
+    # Known a tile ahead, so that K and V can be loaded while others are used.
+    ahead = first * TILE + t
+    following = tl.load(blocks_ptr + ahead // BLOCK_SIZE, mask=ahead < context, other=0)
     for tile in range(first, tl.minimum(end, of_context)):
         position = tile * TILE + t
+        block = following
+        ahead = position + TILE
+        following = tl.load(
+            blocks_ptr + ahead // BLOCK_SIZE, mask=ahead < context, other=0
+        )
         inside = position < context
+        if WINDOW > 0:  # what left the window may be anything
+            inside = inside & (position > context - WINDOW)
         visible = inside[None, :] & (position[None, :] >= oldest[:, None])
         acc, top, total = _attend_tile(
             acc,
@@ -212,7 +308,7 @@ def _tree_attention_kernel(
             inside,
             visible,
             pages_ptr,
-            blocks_ptr,
+            block,
             cache_stride_block,
             cache_stride_position,
             scale,
@@ -238,6 +334,7 @@ def _tree_attention_kernel(
         if CHAINS:
             visible = tl.where(is_tree, visible, node[None, :] <= row[:, None])
         visible = visible & inside[None, :]
+        block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=inside, other=0)
         acc, top, total = _attend_tile(
             acc,
             top,
@@ -247,7 +344,7 @@ def _tree_attention_kernel(
             inside,
             visible,
             pages_ptr,
-            blocks_ptr,
+            block,
             cache_stride_block,
             cache_stride_position,
             scale,
@@ -261,29 +358,30 @@ def _tree_attention_kernel(
 
     if SCALES:
         acc *= tl.load(v_scale_ptr)
-    if SPLIT:
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
-        part = (program * tl.num_programs(2) + split) * BLOCK_M + m
-        tl.store(
-            partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
-            acc,
-            mask=real[:, None],
-        )
-        tl.store(moments_ptr + part * 2, top, mask=real)
-        tl.store(moments_ptr + part * 2 + 1, total, mask=real)
-    else:
-        # Only a row that sees nothing has no weight; it gets zeros.
-        attended = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            out_ptr
-            + (flat_row * out_stride_row + head * out_stride_head)[:, None]
-            + d[None, :],
-            attended.to(out_ptr.dtype.element_ty),
-            mask=inside_head,
-        )
+    if SPLIT:  # noqa: SIM102  else nobody knows
+        if not alone:
+            program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
+            part = program * BLOCK_M + m
+            tl.store(
+                partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
+                acc,
+                mask=real[:, None],
+            )
+            tl.store(moments_ptr + part * 2, top, mask=real)
+            tl.store(moments_ptr + part * 2 + 1, total, mask=real)
+            return
+    # Only a row that sees nothing has no weight; it gets zeros.
+    attended = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        out_ptr
+        + (flat_row * out_stride_row + head * out_stride_head)[:, None]
+        + d[None, :],
+        attended.to(out_ptr.dtype.element_ty),
+        mask=inside_head,
+    )
 
 
-@triton.jit(do_not_specialize=["row_blocks", "num_splits"])
+@triton.jit(do_not_specialize=["num_programs"])
 def _join_splits_kernel(
     out_ptr,
     partial_ptr,
@@ -292,9 +390,11 @@ def _join_splits_kernel(
     seq_lens_ptr,
     is_tree_ptr,
     context_lens_ptr,
+    requests_ptr,
+    places_ptr,
+    count_ptr,
     sinks_ptr,
-    row_blocks,
-    num_splits,
+    num_programs,
     out_stride_row: tl.int64,
     out_stride_head: tl.int64,
     GROUP: tl.constexpr,
@@ -306,16 +406,22 @@ def _join_splits_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     CHAINS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_TILES_PER_SPLIT: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    r = tl.program_id(0) // row_blocks
+    block_of_rows = tl.program_id(0)
     kv_head = tl.program_id(1)
     m = tl.program_id(2)
+    count = tl.load(count_ptr)
+    splits = _num_splits(count, num_programs, MAX_SPLITS)
+    if (block_of_rows >= count) | (splits == 1):
+        return
+    r = tl.load(requests_ptr + block_of_rows)
     is_tree = tl.load(is_tree_ptr + r)
     first_row = tl.load(query_start_loc_ptr + r)
     num_rows = tl.load(query_start_loc_ptr + r + 1) - first_row
-    row = tl.program_id(0) % row_blocks * ROWS + m // GROUP
+    row = tl.load(places_ptr + block_of_rows) * ROWS + m // GROUP
     if (row >= num_rows) | (m >= ROWS * GROUP):
         return
     seq_len = tl.load(seq_lens_ptr + r)
@@ -326,12 +432,14 @@ def _join_splits_kernel(
         return
 
     first, _, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
-    per_split = tl.cdiv(end - first, num_splits)
-    split = tl.arange(0, SPLITS_PADDED)
+    per_split = _tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
+    if per_split >= end - first:
+        return
+    split = tl.arange(0, MAX_SPLITS)
     # Splits beyond the last tile have written nothing.
-    written = (split < num_splits) & (first + split * per_split < end)
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
-    part = (program * num_splits + split) * BLOCK_M + m
+    written = (split < splits) & (first + split * per_split < end)
+    program = (block_of_rows * splits + split).to(tl.int64)
+    part = (program * tl.num_programs(1) + kv_head) * BLOCK_M + m
     top = tl.load(moments_ptr + part * 2, mask=written, other=float("-inf"))
     totals = tl.load(moments_ptr + part * 2 + 1, mask=written, other=0.0)
     head = kv_head * GROUP + m % GROUP
@@ -376,7 +484,8 @@ def tree_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     chains: bool = False,
-    num_splits: int | None = None,
+    row_blocks: RowBlocks | None = None,
+    num_programs: int | None = None,
 ) -> None:
     """Attend the tree rows of a step; other rows of `out` stay as they are.
 
@@ -393,7 +502,7 @@ def tree_attention(
         scale: Of the scores.
         softcap: Cap of the scores, 0 for none.
         sinks: [H] sink logits.
-        max_query_len: Upper bound of a request's rows.
+        max_query_len: Upper bound of a request's rows, or what tiles are made for.
         max_seq_len: Upper bound of `seq_lens`.
         window: How many last positions of its path a row sees, 0 for all; at least
             64 * W, so that it never ends among the nodes.
@@ -401,8 +510,9 @@ def tree_attention(
         v_scale: The same for V; given with `k_scale` or not at all.
         chains: Attend the rows of other requests, too, as causal rows at their last
             positions; these may have at most 64 * W rows, as trees.
-        num_splits: Over how many programs the KV positions of a row are split; by
-            default `choose_num_splits`.
+        row_blocks: Of `rows_per_block` rows each; by default those of the step.
+        num_programs: Of a KV head, so many fill the device: fewer blocks of rows share
+            them; by default `choose_num_programs`.
 
     Raises:
         ValueError: The window is too small.
@@ -423,15 +533,18 @@ def tree_attention(
     block_m, tile = _tile_shape(
         max_rows * group, group, head_padded, query.element_size()
     )
-    row_blocks = triton.cdiv(max_rows, block_m // group)
-    programs = (num_reqs * row_blocks, num_kv_heads)
-    if num_splits is None:
-        num_splits = choose_num_splits(
-            programs[0] * num_kv_heads, max_seq_len, tile, query.device
+    rows = block_m // group
+    most_blocks = max_row_blocks(len(query), num_reqs, rows)
+    if row_blocks is None:
+        row_blocks = RowBlocks.room(most_blocks, query.device)
+        row_blocks.fill(query_start_loc, rows, None if chains else tree.is_tree)
+    if num_programs is None:
+        num_programs = choose_num_programs(
+            num_kv_heads, max_seq_len, tile, query.device
         )
     partial = moments = None
-    if num_splits > 1:
-        parts = (*programs, num_splits, block_m)
+    if num_programs > 1:
+        parts = num_programs, num_kv_heads, block_m
         partial = query.new_empty(*parts, head_padded, dtype=torch.float32)
         moments = query.new_empty(*parts, 2, dtype=torch.float32)
     shape = {
@@ -444,8 +557,11 @@ def tree_attention(
         "WINDOW": window,
         "SINKS": sinks is not None,
         "CHAINS": chains,
+        "MAX_SPLITS": MAX_SPLITS,
+        "MIN_TILES_PER_SPLIT": MIN_TILES_PER_SPLIT,
     }
-    _tree_attention_kernel[(*programs, num_splits)](
+    blocks = row_blocks.requests, row_blocks.places, row_blocks.count
+    _tree_attention_kernel[(max(most_blocks, num_programs), num_kv_heads)](
         out,
         partial,
         moments,
@@ -457,12 +573,13 @@ def tree_attention(
         tree.is_tree,
         tree.context_lens,
         tree.ancestor_bits,
+        *blocks,
         sinks,
         k_scale,
         v_scale,
         scale,
         softcap,
-        row_blocks,
+        num_programs,
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -476,13 +593,15 @@ def tree_attention(
         BLOCK_SIZE=kv_cache.shape[2],
         SOFTCAP=softcap > 0,
         SCALES=k_scale is not None,
-        SPLIT=num_splits > 1,
+        SPLIT=num_programs > 1,
         # TF32 would lose what float32 is chosen for.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=8 if block_m >= 128 else 4,
     )
-    if num_splits > 1:
-        _join_splits_kernel[(*programs, block_m)](
+    if num_programs > 1:
+        # More blocks than these are not split.
+        splittable = min(most_blocks, num_programs // 2)
+        _join_splits_kernel[(splittable, num_kv_heads, block_m)](
             out,
             partial,
             moments,
@@ -490,13 +609,12 @@ def tree_attention(
             seq_lens,
             tree.is_tree,
             tree.context_lens,
+            *blocks,
             sinks,
-            row_blocks,
-            num_splits,
+            num_programs,
             out.stride(0),
             out.stride(1),
             **shape,
-            SPLITS_PADDED=triton.next_power_of_2(num_splits),
         )
 
 
@@ -543,23 +661,40 @@ def tree_attention_ref(
     )
 
 
-def choose_num_splits(
-    num_programs: int, max_seq_len: int, tile: int, device: torch.device
+def choose_num_programs(
+    num_kv_heads: int, max_seq_len: int, tile: int, device: torch.device
 ) -> int:
-    """Splits that fill the device, from what the host knows; graphs keep the choice.
+    """Programs of each KV head that fill the device; 1 where nothing can be split.
 
     Args:
-        num_programs: Programs without splits.
+        num_kv_heads: KV heads.
         max_seq_len: Upper bound of the KV positions.
         tile: KV positions of a program's step.
         device: Where the kernel runs.
-
-    Returns:
-        1 to `MAX_SPLITS`.
     """
-    wanted = PROGRAMS_PER_SM * _num_sms(device) // num_programs
-    most = max_seq_len // (tile * MIN_TILES_PER_SPLIT)
-    return max(1, min(wanted, most, MAX_SPLITS))
+    if max_seq_len <= tile * MIN_TILES_PER_SPLIT:
+        return 1
+    return max(1, PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
+
+
+def rows_per_block(
+    max_query_len: int, group: int, head_size: int, element_size: int
+) -> int:
+    """Rows of a block where a request has up to so many.
+
+    Args:
+        max_query_len: As of `tree_attention`.
+        group: Query heads of a KV head.
+        head_size: D.
+        element_size: Bytes of a query's element.
+    """
+    padded = triton.next_power_of_2(head_size)
+    return _tile_shape(max_query_len * group, group, padded, element_size)[0] // group
+
+
+def max_row_blocks(num_rows: int, num_reqs: int, rows: int) -> int:
+    """No more blocks of so many rows have the T rows of R requests."""
+    return min(num_rows, num_rows // rows + num_reqs)
 
 
 @cache
