@@ -9,7 +9,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_specinfer.kernels.triton import commit, places, tree_attention, verification
+from vllm_specinfer.kernels.triton import (
+    commit,
+    growth,
+    places,
+    tree_attention,
+    trees,
+    verification,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHAPE = {
@@ -34,14 +41,38 @@ POINTERS = {
     "searched texts requests",
     "*i1": "is_tree",
 }
-BLOCKS = {"places_ptr": "*i32", "count_ptr": "*i32"}
-TYPES = {f"{name}_ptr": kind for kind in POINTERS for name in POINTERS[kind].split()}
+
+
+def types_of(pointers: dict[str, str]) -> dict[str, str]:
+    """The type of each pointer, given names by type."""
+    return {f"{n}_ptr": kind for kind in pointers for n in pointers[kind].split()}
+
+
+TYPES = types_of(POINTERS)
+BLOCKS = types_of({"*i32": "places count"})
+# Where the levels of a tree and a pass over them differ from the rest.
+GROWTH = types_of(
+    {
+        "*i64": "tokens children columns used_above bits_above scratch used limits "
+        "context roots row_slots positions kv_slots row_bits",
+        "*i32": "table row_tokens",
+        "*i1": "is_node",
+        "*fp32": "scores logprobs above correction level_scores",
+    }
+)
+TREES = types_of(
+    {
+        "*i64": "tokens kept_tokens of_candidates parents_of_candidates places chosen",
+        "*i32": "parents kept_parents depths",
+        "*fp32": "scores scores_of_candidates",
+    }
+)
 
 
 def type_of(name: str) -> str:
     if name.endswith("_ptr"):
         return TYPES[name]
-    return "fp32" if name in ("scale", "softcap") else "i32"
+    return "fp32" if name in ("scale", "softcap", "least") else "i32"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +95,31 @@ def type_of(name: str) -> str:
             {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},
             {},
         ),
+        (growth._extend_kernel, {"BLOCK": 16}, GROWTH),
+        (
+            growth._expand_kernel,
+            {
+                "NUM_WORDS": 2,
+                "SIZE_PADDED": 4,
+                "BEST_FIRST": True,
+                "PAD_SLOT": -1,
+                "BLOCK": growth.MOST_COMPARED,
+                "OTHERS": growth.OTHERS,
+            },
+            GROWTH,
+        ),
+        (trees._rank_kernel, {"BLOCK": trees.BLOCK}, TREES),
+        (
+            trees._tree_kernel,
+            {
+                "ROOT": -1,
+                "NO_NODE": -2,
+                "NUM_WORDS": 2,
+                "NODES_PADDED": 128,
+                "BLOCK": trees.BLOCK,
+            },
+            TREES,
+        ),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
         (
             places._newest_places_kernel,
@@ -74,7 +130,7 @@ def type_of(name: str) -> str:
 )
 def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
     signature = {
-        name: "constexpr" if name in constants else types.get(name, type_of(name))
+        name: "constexpr" if name in constants else types.get(name) or type_of(name)
         for name in kernel.arg_names
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants)

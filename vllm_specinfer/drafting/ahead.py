@@ -20,11 +20,11 @@ from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs, TreeInputs
 from vllm_specinfer.drafting.graphs import Captured, graph_sizes
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
+from vllm_specinfer.kernels.triton.trees import best_trees
 from vllm_specinfer.tree.on_device import (
     NO_NODE,
     DeviceCandidates,
     TreeBuffers,
-    best,
     cut,
     given,
     merged,
@@ -196,9 +196,11 @@ class AheadDrafter:
                 for source, of_source in zip(self._ssms, graphs, strict=False)
             ]
             union, columns = merged(sources)
-            tree = best(union, self._num_nodes, self._least)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
-            self.buffers.write(slots, tree, self._max_depth)
+            tree = best_trees(
+                *(union, self._num_nodes, self._least),
+                *(slots, self.buffers, self._max_depth),
+            )
             lengths = self._texts.lengths[inputs.slots]
             by_source = given(tree, columns, sources)
             return lengths, tree.parents, tree.scores, by_source

@@ -54,7 +54,10 @@ class DeviceGrowth:
         levels: [D] the roots and what is expanded, from depth 0 down.
         sizes: [D] nodes of each level (F).
         num_children: [D] children of each of them (K).
+        starts: [D] columns before the children of a level.
         ends: [D] columns once the children of a level are known.
+        num_nodes: N.
+        best_first: Whether the likeliest are expanded, or all.
     """
 
     def __init__(
@@ -68,17 +71,17 @@ class DeviceGrowth:
             num_reqs: R.
             device: Where they grow.
         """
-        self._best_first = isinstance(tree, BestFirstTree)
-        self._num_nodes = num_nodes
+        self.best_first = isinstance(tree, BestFirstTree)
+        self.num_nodes = num_nodes
         sizes = self.sizes = (1, *level_sizes(tree, num_nodes))
-        if self._best_first:
+        if self.best_first:
             children = (min(tree.max_width, num_nodes),) * len(sizes)
         else:
             children = tree.widths
         self.num_children = children
         new = [f * k for f, k in zip(sizes, children, strict=True)]
         self.ends = tuple(itertools.accumulate(new))
-        self._starts = (0, *self.ends)
+        self.starts = (0, *self.ends)
         shape = num_reqs, self.ends[-1]
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.parents = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -121,7 +124,7 @@ class DeviceGrowth:
         num_reqs, size = level.columns.shape
         scores = logprobs.view(num_reqs, size, k) + level.scores[:, :, None]
         scores = torch.where(level.is_node[:, :, None], scores, -torch.inf)
-        new = slice(self._starts[depth], self.ends[depth])
+        new = slice(self.starts[depth], self.ends[depth])
         self.scores[:, new] = scores.flatten(1)
         self.tokens[:, new] = tokens.view(num_reqs, -1)
         self.parents[:, new] = level.columns[:, :, None].expand(-1, -1, k).flatten(1)
@@ -137,13 +140,13 @@ class DeviceGrowth:
             max_depth: [R] int64 deepest node whose K/V may be written.
         """
         above, level = self.levels[depth - 1], self.levels[depth]
-        first, end = self._starts[depth - 1], self.ends[depth - 1]
+        first, end = self.starts[depth - 1], self.ends[depth - 1]
         new = self.scores[:, first:end]
         live = new.isfinite()
         size = level.columns.shape[1]
-        if self._best_first:
-            if end >= self._num_nodes:
-                found = self.scores[:, :end].topk(self._num_nodes).values
+        if self.best_first:
+            if end >= self.num_nodes:
+                found = self.scores[:, :end].topk(self.num_nodes).values
                 live &= new >= found[:, -1:]
             order = new.sort(dim=1, descending=True, stable=True).indices[:, :size]
         else:

@@ -24,6 +24,7 @@ from vllm_specinfer.drafting.growth import level_words
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.coupled import coupled_children
+from vllm_specinfer.kernels.triton.growth import Paged, expand, extend
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Worth
 from vllm_specinfer.scheduling.levels import Levels
@@ -364,6 +365,17 @@ class TreeGraphs:
         self.growth.start(inputs.grows)
         return self._extend(0, self._hidden)
 
+    def _paged(self) -> Paged:
+        inputs, ssm = self.inputs, self._ssm
+        return Paged(
+            *ssm.paging,
+            inputs.slots,
+            inputs.limits,
+            self._context,
+            self._roots,
+            ssm.max_model_len,
+        )
+
     def _extend(self, depth: int, hidden: torch.Tensor) -> tuple:
         """Children of the nodes at a depth, given their hidden states [R * F, H]."""
         inputs, k = self.inputs, self.growth.num_children[depth]
@@ -374,31 +386,14 @@ class TreeGraphs:
             depth=depth,
             k=k,
         )
-        factor, distrust = inputs.correction
-        self.growth.extend(depth, scores * factor - distrust, children)
+        extend(self.growth, depth, scores, children, inputs.correction)
         return ()
 
     def _expand(self, depth: int) -> tuple:
         """Run the nodes of a depth that are expanded, and add their children."""
-        inputs, ssm, sizes = self.inputs, self._ssm, self.growth.sizes
-        context = self._context[:, None]
-        level = self.growth.advance(
-            depth, inputs.limits - self._context, ssm.max_model_len - 1 - self._roots
-        )
+        sizes, level = self.growth.sizes, self.growth.levels[depth]
         run = self._passes[sizes[depth]]
-        tokens = self.growth.tokens.gather(1, level.columns)
-        flat = context + level.scratch.clamp_min(0)
-        kv_slots = ssm.kv_slots_on_device(inputs.slots, flat)
-        rows = run.rows
-        rows.slots.copy_(inputs.slots)
-        rows.seq_lens.copy_(self._context + level.used)
-        rows.tokens.copy_(torch.where(level.is_node, tokens, 0).flatten())
-        # A node's position id is its depth, not its scratch slot.
-        positions = (context - 1 + depth).clamp(0, ssm.max_model_len - 1)
-        rows.positions.view(level.columns.shape).copy_(positions.expand_as(tokens))
-        rows.kv_slots.copy_(torch.where(level.is_node, kv_slots, PAD_SLOT_ID).flatten())
-        rows.context_lens.copy_(self._context)
-        rows.ancestor_bits.copy_(level.bits.flatten(0, 1))
+        expand(self.growth, depth, self._paged(), run.rows)
         if run.states is not None:
             above = self._requests * sizes[depth - 1] + level.parents
             run.states.copy_(self._own[depth - 1][above.flatten()])

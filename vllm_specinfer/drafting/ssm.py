@@ -280,6 +280,11 @@ class NeuralSSM:
         """`likeliest` for which nobody waits."""
         return self._head.likeliest(hidden, count)
 
+    @property
+    def paging(self) -> tuple[torch.Tensor, int]:
+        """[S, max_blocks] int32 blocks of all slots on the device, and their size."""
+        return self._blocks.on_device, self._block_size
+
     def kv_slots_on_device(
         self, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:

@@ -172,6 +172,8 @@ def given(
         columns: What `merged` returns beside it.
         sources: What was merged.
     """
+    if len(sources) == 1:
+        return tree.scores[:, None]
     num_reqs, num_nodes = tree.tokens.shape
     places, first, found = tree.places.gather(1, columns), 0, []
     for source in sources:

@@ -79,6 +79,8 @@ class DeviceTreeSampler(TreeSampler):
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
         most = max(1, MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES))
+        if self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None:
+            most = len(requests)  # every row has as many, whatever its request wants
         outputs = [
             self._of_rows(
                 logits,
@@ -153,16 +155,8 @@ class DeviceDrawTestingSampler(DrawTestingSampler):
 
 
 def _whole(parts: tuple[Any, ...]) -> Any:
-    """What was found of all rows."""
-    if len(parts) == 1 or parts[0] is None:
-        return parts[0]
-    if torch.is_tensor(parts[0]):
-        return torch.cat(parts)
-    return LogprobsTensors(
-        torch.cat([part.logprob_token_ids for part in parts]),
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.selected_token_ranks for part in parts]),
-    )
+    """What was found of all rows; log probabilities are found at once."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
 
 def _chosen(

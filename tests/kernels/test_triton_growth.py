@@ -1,0 +1,18 @@
+"""Levels that the Triton kernels grow, run by the interpreter, are the definition's."""
+
+import growth_cases as cases
+import torch
+from interpreter import outputs_of
+
+
+def test_levels_and_passes_over_them_are_those_of_the_definition(tmp_path) -> None:
+    num_nodes = 0
+    for found in outputs_of(cases.__file__, tmp_path):
+        for ours, theirs in found:
+            assert ours.shape == theirs.shape
+            # The kernel may round a product and a difference at once.
+            torch.testing.assert_close(
+                ours, theirs.to(ours.dtype), atol=1e-6, rtol=1e-6
+            )
+            num_nodes += int(theirs.sum()) if theirs.dtype == torch.bool else 0
+    assert num_nodes > 250

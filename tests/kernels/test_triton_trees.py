@@ -1,0 +1,14 @@
+"""Trees that the Triton kernels choose, in the interpreter, are the definition's."""
+
+import torch
+import trees_cases as cases
+from interpreter import outputs_of
+
+
+def test_trees_and_their_rows_are_those_of_the_definition(tmp_path) -> None:
+    num_nodes = 0
+    for pairs in outputs_of(cases.__file__, tmp_path):
+        for ours, theirs in pairs:
+            assert torch.equal(ours, theirs)
+        num_nodes += int((pairs[1][1] >= 0).sum())  # below another one
+    assert num_nodes > 500

@@ -1,0 +1,176 @@
+"""The best candidates of each request as a tree, and what verification needs of it.
+
+Definition: `best` and `TreeBuffers.write` of `vllm_specinfer/tree/on_device.py`, some
+fifty small kernels of torch. Not measured yet.
+
+Dimension legend: R requests, C candidates per request, N nodes of a tree, S request
+slots, W 64-bit words per bit row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_specinfer.tree.on_device import (
+    NO_NODE,
+    DeviceCandidates,
+    DeviceTree,
+    TreeBuffers,
+)
+from vllm_specinfer.tree.token_tree import ROOT
+
+# Candidates that are compared at once.
+BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["width", "num_nodes"])
+def _rank_kernel(
+    places_ptr,
+    chosen_ptr,
+    scores_ptr,
+    least,
+    width,
+    num_nodes,
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_ptr = scores_ptr + r * width
+    inside = i < width
+    score = tl.load(row_ptr + i, mask=inside, other=float("-inf"))
+    rank = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, width, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        other = tl.load(row_ptr + j, mask=j < width, other=float("-inf"))
+        before = other[None, :] > score[:, None]
+        same = other[None, :] == score[:, None]
+        before = before | (same & (j[None, :] < i[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    kept = inside & (score > float("-inf")) & (score >= least) & (rank < num_nodes)
+    tl.store(places_ptr + r * width + i, tl.where(kept, rank, num_nodes), mask=inside)
+    tl.store(chosen_ptr + r * num_nodes + rank, i, mask=kept)
+
+
+@triton.jit(do_not_specialize=["width", "num_nodes", "max_depth"])
+def _tree_kernel(
+    tokens_ptr,
+    parents_ptr,
+    scores_ptr,
+    kept_tokens_ptr,
+    kept_parents_ptr,
+    depths_ptr,
+    bits_ptr,
+    of_candidates_ptr,
+    parents_of_candidates_ptr,
+    scores_of_candidates_ptr,
+    places_ptr,
+    chosen_ptr,
+    slots_ptr,
+    width,
+    num_nodes,
+    max_depth,
+    ROOT: tl.constexpr,
+    NO_NODE: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    NODES_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0).to(tl.int64)
+    count = 0
+    for begin in range(0, width, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        place = tl.load(places_ptr + r * width + c, mask=c < width, other=num_nodes)
+        count += tl.sum((place < num_nodes).to(tl.int32), 0)
+    n = tl.arange(0, NODES_PADDED)
+    inside, is_node = n < num_nodes, n < count
+    column = tl.load(chosen_ptr + r * num_nodes + n, mask=is_node, other=0)
+    at = r * width + column
+    token = tl.load(of_candidates_ptr + at, mask=is_node, other=0)
+    score = tl.load(scores_of_candidates_ptr + at, mask=is_node, other=float("-inf"))
+    parent = tl.load(parents_of_candidates_ptr + at, mask=is_node, other=ROOT)
+    above = tl.load(
+        places_ptr + r * width + parent, mask=is_node & (parent != ROOT), other=ROOT
+    ).to(tl.int32)
+    parent = tl.where(is_node, above, NO_NODE)
+    slot = tl.load(slots_ptr + r)
+    to = r * num_nodes + n
+    tl.store(tokens_ptr + to, token, mask=inside)
+    tl.store(parents_ptr + to, parent, mask=inside)
+    tl.store(scores_ptr + to, score, mask=inside)
+    kept = slot * num_nodes + n
+    tl.store(kept_tokens_ptr + kept, token, mask=inside)
+    tl.store(kept_parents_ptr + kept, parent, mask=inside)
+    # Rows: the root first. What is no node sees the root and itself.
+    rows_ptr = depths_ptr + slot * (num_nodes + 1)
+    bit_rows_ptr = bits_ptr + slot * (num_nodes + 1) * NUM_WORDS
+    one = n.to(tl.int64) * 0 + 1
+    for w in tl.static_range(NUM_WORDS):
+        place = n + 1 - 64 * w
+        bits = tl.where((place >= 0) & (place < 64), one << (place & 63), 0)
+        if w == 0:
+            bits = bits | 1
+        depth = n * 0 + 1
+        ancestor = above
+        for _ in range(1, max_depth):
+            has = ancestor >= 0
+            place = ancestor + 1 - 64 * w
+            seen = has & (place >= 0) & (place < 64)
+            bits = bits | tl.where(seen, one << (place & 63), 0)
+            depth += has.to(tl.int32)
+            higher = tl.gather(above, tl.maximum(ancestor, 0), 0)
+            ancestor = tl.where(has, higher, ROOT)
+        tl.store(bit_rows_ptr + (n + 1) * NUM_WORDS + w, bits, mask=inside)
+        if w == 0:
+            tl.store(rows_ptr + n + 1, depth, mask=inside)
+            tl.store(bit_rows_ptr, 1)
+        else:
+            tl.store(bit_rows_ptr + w, 0)
+    tl.store(rows_ptr, 0)
+
+
+def best_trees(
+    candidates: DeviceCandidates,
+    num_nodes: int,
+    least: float,
+    slots: torch.Tensor,
+    buffers: TreeBuffers,
+    max_depth: int,
+) -> DeviceTree:
+    """The trees of the N best candidates, stored for their verification.
+
+    Args:
+        candidates: C of each of R requests; no child scores higher than its parent.
+        num_nodes: N.
+        least: The lowest score of a node.
+        slots: [R] int64 rows of the buffers; several may be padding.
+        buffers: Where the trees are stored.
+        max_depth: No node is deeper.
+    """
+    num_reqs, width = candidates.scores.shape
+    parents = candidates.parents
+    places = torch.empty_like(parents)
+    chosen = places.new_empty(num_reqs, num_nodes)
+    _rank_kernel[(num_reqs, triton.cdiv(width, BLOCK))](
+        *(places, chosen, candidates.scores.contiguous(), least, width, num_nodes),
+        BLOCK=BLOCK,
+    )
+    tree = DeviceTree(
+        chosen.new_empty(num_reqs, num_nodes),
+        chosen.new_empty(num_reqs, num_nodes, dtype=torch.int32),
+        candidates.scores.new_empty(num_reqs, num_nodes),
+        places,
+    )
+    _tree_kernel[(num_reqs,)](
+        *(tree.tokens, tree.parents, tree.scores),
+        *(buffers.tokens, buffers.parents, buffers.depths, buffers.bits),
+        candidates.tokens.contiguous(),
+        parents.contiguous(),
+        candidates.scores.contiguous(),
+        *(places, chosen, slots, width, num_nodes, max_depth),
+        ROOT=ROOT,
+        NO_NODE=NO_NODE,
+        NUM_WORDS=buffers.bits.shape[2],
+        NODES_PADDED=triton.next_power_of_2(num_nodes),
+        BLOCK=BLOCK,
+    )
+    return tree
