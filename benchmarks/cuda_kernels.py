@@ -110,7 +110,7 @@ def _check_replay() -> None:
         for seed, requests in enumerate((cases.LARGE, cases.LARGE[::-1]))
     )
     out, expected = first["query"].new_full((2, *first["query"].shape), torch.nan)
-    bounds = {"max_query_len": 129, "max_seq_len": 4096, "num_programs": 40}
+    bounds = {"max_query_len": 129, "num_programs": 40}
     replay = _captured(lambda: tree_attention(**first, out=out, chains=True, **bounds))
     for name, value in second.items():
         if isinstance(value, torch.Tensor):
@@ -239,7 +239,6 @@ def ours(shape: Shape) -> Callable[[], object]:
         shape.tree,
         HEAD_SIZE**-0.5,
         max_query_len=shape.rows,
-        max_seq_len=shape.length,
         row_blocks=blocks,
     )
 

@@ -15,6 +15,7 @@ from vllm_specinfer.kernels.triton import (
     places,
     tree_attention,
     trees,
+    union,
     verification,
 )
 
@@ -29,8 +30,8 @@ SHAPE = {
     "MAX_SPLITS": 32,
     "MIN_TILES_PER_SPLIT": 4,
 }
-ALL = {"WINDOW": 256, "SINKS": True, "CHAINS": True}
-NONE = {"WINDOW": 0, "SINKS": False, "CHAINS": False}
+ALL = {"WINDOW": 256, "SINKS": True}
+NONE = {"WINDOW": 0, "SINKS": False}
 KERNEL = {"BLOCK_SIZE": 16, "PRECISION": "tf32"}
 POINTERS = {
     "*bf16": "out query kv_cache sinks",
@@ -65,6 +66,13 @@ TREES = types_of(
         "*i64": "tokens kept_tokens of_candidates parents_of_candidates places chosen",
         "*i32": "parents kept_parents depths",
         "*fp32": "scores scores_of_candidates",
+    }
+)
+UNION = types_of(
+    {
+        "*i64": "parents_out firsts tokens parents",
+        "*i32": "bounds",
+        "*fp32": "scores_out scores",
     }
 )
 
@@ -120,6 +128,7 @@ def type_of(name: str) -> str:
             },
             TREES,
         ),
+        (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
         (
             places._newest_places_kernel,

@@ -22,17 +22,15 @@ def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> Non
 def test_a_window_that_could_end_among_the_nodes_is_refused() -> None:
     arguments = cases.step(cases.MIXED, words=2)
     out = torch.empty_like(arguments["query"])
-    bounds = {"max_query_len": 9, "max_seq_len": 64}
     with pytest.raises(ValueError, match="at least 128 .* got 127"):
-        kernels.tree_attention(**arguments, out=out, **bounds, window=127)
+        kernels.tree_attention(**arguments, out=out, max_query_len=9, window=127)
 
 
-def test_programs_fill_the_device_where_there_is_something_to_split(monkeypatch):
+def test_programs_fill_the_device(monkeypatch):
     monkeypatch.setattr(kernels, "_num_sms", lambda _: 132)
     device = torch.device("cpu")
-    assert kernels.choose_num_programs(8, 131072, 64, device) == 33
-    assert kernels.choose_num_programs(512, 131072, 64, device) == 1
-    assert kernels.choose_num_programs(8, 256, 64, device) == 1
+    assert kernels.choose_num_programs(8, device) == 33
+    assert kernels.choose_num_programs(512, device) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])

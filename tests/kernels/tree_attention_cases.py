@@ -225,7 +225,6 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
             out=found,
             **options,
             max_query_len=int(arguments["query_start_loc"].diff().max()),
-            max_seq_len=int(arguments["seq_lens"].max()),
         )
     for_ref = {k: v for k, v in options.items() if k != "num_programs"}
     kernels.tree_attention_ref(**arguments, out=expected, **for_ref)

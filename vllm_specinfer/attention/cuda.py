@@ -327,7 +327,6 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
             self.logits_soft_cap,
             self.sinks,
             max_query_len=metadata.tile_rows,
-            max_seq_len=metadata.max_seq_len,
             window=self.sliding_window[0] + 1,
             chains=metadata.all_rows,
             row_blocks=metadata.row_blocks,

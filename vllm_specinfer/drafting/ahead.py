@@ -21,13 +21,13 @@ from vllm_specinfer.drafting.graphs import Captured, graph_sizes
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.trees import best_trees
+from vllm_specinfer.kernels.triton.union import Union
 from vllm_specinfer.tree.on_device import (
     NO_NODE,
     DeviceCandidates,
     TreeBuffers,
     cut,
     given,
-    merged,
 )
 
 
@@ -186,6 +186,9 @@ class AheadDrafter:
         self, inputs: TreeInputs | LookupInputs, graphs: Sequence[TreeGraphs]
     ) -> Captured:
         """Lookups, and trees of these requests from them and what SSMs have grown."""
+        ends = [source.on_device.ends for source in self._lookups]
+        ends += [of_source.growth.ends for of_source in graphs]
+        union_of = Union(ends, self.buffers.tokens.device).of
 
         def finish() -> tuple[torch.Tensor, ...]:
             sources = [
@@ -195,7 +198,7 @@ class AheadDrafter:
                 cut(DeviceCandidates.grown(of_source.growth), source.num_nodes)
                 for source, of_source in zip(self._ssms, graphs, strict=False)
             ]
-            union, columns = merged(sources)
+            union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             tree = best_trees(
                 *(union, self._num_nodes, self._least),

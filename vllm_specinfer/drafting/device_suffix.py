@@ -66,6 +66,8 @@ class DeviceSuffixes:
         self._back = torch.arange(1, MAX_MATCH + 1, device=device)
         self._places = torch.arange(MAX_PLACES, device=device)
         self._correction = StagedBuffers(device, np.zeros(2, np.float32))
+        # Columns once the candidates of a depth are known.
+        self.ends = [MAX_PLACES * (1 + depth) for depth in range(num_nodes)]
         # A text and its end.
         width = min(texts.tokens.shape[1] + 1, generation_size)
         self._columns = torch.arange(width, device=device)
@@ -212,10 +214,9 @@ class DeviceSuffixes:
         def by_level(part: torch.Tensor) -> torch.Tensor:
             return part.transpose(1, 2).flatten(1)
 
-        ends = [MAX_PLACES * (1 + depth) for depth in range(self._num_nodes)]
         # The choice comes before the correction.
         best = cut(
-            DeviceCandidates(*map(by_level, (tokens, parents, reached)), ends),
+            DeviceCandidates(*map(by_level, (tokens, parents, reached)), self.ends),
             self._num_nodes,
         )
         kept = best.scores.isfinite()

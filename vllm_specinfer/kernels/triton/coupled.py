@@ -13,7 +13,9 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["depth", "rows_per_req", "num_candidates", "num_children"]
+)
 def _coupled_children_kernel(
     scores_ptr,
     children_ptr,

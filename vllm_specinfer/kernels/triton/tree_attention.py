@@ -204,7 +204,6 @@ def _tree_attention_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALES: tl.constexpr,
-    CHAINS: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_TILES_PER_SPLIT: tl.constexpr,
@@ -228,10 +227,7 @@ def _tree_attention_kernel(
     if row_block * ROWS >= num_rows:
         return
     context = tl.load(context_lens_ptr + r)
-    if CHAINS:
-        context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
-    elif not is_tree:
-        return
+    context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
 
     first, of_context, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
     if SPLIT:
@@ -267,20 +263,17 @@ def _tree_attention_kernel(
             path = tl.load(bits_ptr + flat_row * bits_stride + w, mask=real, other=0)
             each = (path[:, None] >> tl.arange(0, 64).to(tl.int64)[None, :]) & 1
             last += tl.sum(each, 1).to(tl.int32)
-        if CHAINS:
-            last = tl.where(is_tree, last, row + 1)
+        last = tl.where(is_tree, last, row + 1)
         oldest = context + last - WINDOW
 
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
-        if SPLIT:  # the join counts it
-            top = tl.where(alone, sink, float("-inf"))
+        top = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+        if SPLIT:  # else the join counts it
             total += tl.where(alone, 1.0, 0.0)
         else:
-            top = sink
             total += 1.0
     pages_ptr = kv_cache_ptr + kv_head * cache_stride_head
     blocks_ptr = block_table_ptr + r * block_table_stride
@@ -331,8 +324,7 @@ def _tree_attention_kernel(
             other=0,
         )
         visible = ((bits[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0
-        if CHAINS:
-            visible = tl.where(is_tree, visible, node[None, :] <= row[:, None])
+        visible = tl.where(is_tree, visible, node[None, :] <= row[:, None])
         visible = visible & inside[None, :]
         block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=inside, other=0)
         acc, top, total = _attend_tile(
@@ -405,7 +397,6 @@ def _join_splits_kernel(
     NUM_WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    CHAINS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_TILES_PER_SPLIT: tl.constexpr,
 ):
@@ -426,10 +417,7 @@ def _join_splits_kernel(
         return
     seq_len = tl.load(seq_lens_ptr + r)
     context = tl.load(context_lens_ptr + r)
-    if CHAINS:
-        context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
-    elif not is_tree:
-        return
+    context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
 
     first, _, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
     per_split = _tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
@@ -437,7 +425,7 @@ def _join_splits_kernel(
         return
     split = tl.arange(0, MAX_SPLITS)
     # Splits beyond the last tile have written nothing.
-    written = (split < splits) & (first + split * per_split < end)
+    written = first + split * per_split < end
     program = (block_of_rows * splits + split).to(tl.int64)
     part = (program * tl.num_programs(1) + kv_head) * BLOCK_M + m
     top = tl.load(moments_ptr + part * 2, mask=written, other=float("-inf"))
@@ -479,7 +467,6 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     *,
     max_query_len: int,
-    max_seq_len: int,
     window: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -503,14 +490,14 @@ def tree_attention(
         softcap: Cap of the scores, 0 for none.
         sinks: [H] sink logits.
         max_query_len: Upper bound of a request's rows, or what tiles are made for.
-        max_seq_len: Upper bound of `seq_lens`.
         window: How many last positions of its path a row sees, 0 for all; at least
             64 * W, so that it never ends among the nodes.
         k_scale: [1] or scalar float32, which K is to be multiplied with.
         v_scale: The same for V; given with `k_scale` or not at all.
         chains: Attend the rows of other requests, too, as causal rows at their last
             positions; these may have at most 64 * W rows, as trees.
-        row_blocks: Of `rows_per_block` rows each; by default those of the step.
+        row_blocks: Of `rows_per_block` rows each; by default those of the step that
+            are to be attended.
         num_programs: Of a KV head, so many fill the device: fewer blocks of rows share
             them; by default `choose_num_programs`.
 
@@ -539,9 +526,7 @@ def tree_attention(
         row_blocks = RowBlocks.room(most_blocks, query.device)
         row_blocks.fill(query_start_loc, rows, None if chains else tree.is_tree)
     if num_programs is None:
-        num_programs = choose_num_programs(
-            num_kv_heads, max_seq_len, tile, query.device
-        )
+        num_programs = choose_num_programs(num_kv_heads, query.device)
     partial = moments = None
     if num_programs > 1:
         parts = num_programs, num_kv_heads, block_m
@@ -556,7 +541,6 @@ def tree_attention(
         "NUM_WORDS": num_words,
         "WINDOW": window,
         "SINKS": sinks is not None,
-        "CHAINS": chains,
         "MAX_SPLITS": MAX_SPLITS,
         "MIN_TILES_PER_SPLIT": MIN_TILES_PER_SPLIT,
     }
@@ -661,19 +645,8 @@ def tree_attention_ref(
     )
 
 
-def choose_num_programs(
-    num_kv_heads: int, max_seq_len: int, tile: int, device: torch.device
-) -> int:
-    """Programs of each KV head that fill the device; 1 where nothing can be split.
-
-    Args:
-        num_kv_heads: KV heads.
-        max_seq_len: Upper bound of the KV positions.
-        tile: KV positions of a program's step.
-        device: Where the kernel runs.
-    """
-    if max_seq_len <= tile * MIN_TILES_PER_SPLIT:
-        return 1
+def choose_num_programs(num_kv_heads: int, device: torch.device) -> int:
+    """Programs of each of so many KV heads that fill the device."""
     return max(1, PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates", "num_draws"])
 def _verify_draws_kernel(
     found_ptr,
     logits_ptr,
