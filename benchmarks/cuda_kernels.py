@@ -73,6 +73,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     yield "verification", lambda: _check_verification(device)
     yield "children", lambda: _check_children(device)
     yield "suffix lookup", lambda: _check_suffixes(device)
+    yield "trees", lambda: _check_trees(device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
@@ -160,6 +161,19 @@ def _check_children(device: str) -> None:
     import test_triton_coupled as tests
 
     tests.check(coupled_cases.run(device))
+
+
+def _check_trees(device: str) -> None:
+    import growth_cases
+    import test_triton_growth
+    import test_triton_trees
+    import test_triton_union
+    import trees_cases
+    import union_cases
+
+    test_triton_growth.check(growth_cases.run(device))
+    test_triton_trees.check(trees_cases.run(device))
+    test_triton_union.check(union_cases.run(device))
 
 
 def _check_verification(device: str) -> None:

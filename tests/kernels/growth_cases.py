@@ -111,11 +111,16 @@ def grown(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
 SAME = ("starts", "is_tree")
 
 
+def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What kernels and definition leave behind in every step."""
+    found = [grown(seed, device) for seed in SEEDS]
+    return [[(a.cpu().clone(), b.cpu().clone()) for a, b in one] for one in found]
+
+
 def main() -> None:
     """Save what kernels and definition give, run by Triton's interpreter."""
     interpreter.prepare()
-    found = [grown(seed) for seed in SEEDS]
-    torch.save([[(a.clone(), b.clone()) for a, b in one] for one in found], sys.argv[1])
+    torch.save(run(), sys.argv[1])
 
 
 if __name__ == "__main__":

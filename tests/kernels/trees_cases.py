@@ -47,10 +47,15 @@ def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     return [(a.cpu(), b.cpu()) for a, b in [*zip(tree, expected, strict=True), *pairs]]
 
 
+def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """All cases."""
+    return [trees(seed, device) for seed in SEEDS]
+
+
 def main() -> None:
     """Save what kernels and definition give, run by Triton's interpreter."""
     interpreter.prepare()
-    torch.save([trees(seed) for seed in SEEDS], sys.argv[1])
+    torch.save(run(), sys.argv[1])
 
 
 if __name__ == "__main__":

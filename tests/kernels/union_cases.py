@@ -65,10 +65,15 @@ def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     ]
 
 
+def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """All cases."""
+    return [union(seed, device) for seed in SEEDS]
+
+
 def main() -> None:
     """Save what the kernel and the definition give, run by Triton's interpreter."""
     interpreter.prepare()
-    torch.save([union(seed) for seed in SEEDS], sys.argv[1])
+    torch.save(run(), sys.argv[1])
 
 
 if __name__ == "__main__":
