@@ -21,9 +21,9 @@ def main(output: str) -> None:
 
 def run(device: str) -> tuple[list[tuple[dict, dict]], dict[tuple, float]]:
     """Let texts start, grow and be looked up."""
-    from vllm_specinfer.kernels.triton import places
+    from vllm_specinfer.kernels.triton import places, texts
 
-    places.BLOCK = 16
+    places.BLOCK = texts.BLOCK = 16
     found = [found for seed in SEEDS for found in searches(seed, device)]
     return found, one_that_ended(device)
 

@@ -13,6 +13,7 @@ from vllm_specinfer.kernels.triton import (
     commit,
     growth,
     places,
+    texts,
     tree_attention,
     trees,
     union,
@@ -75,6 +76,7 @@ UNION = types_of(
         "*fp32": "scores_out scores",
     }
 )
+TEXTS = types_of({"*i32": "copies texts", "*i64": "known"})
 
 
 def type_of(name: str) -> str:
@@ -130,6 +132,7 @@ def type_of(name: str) -> str:
         ),
         (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
+        (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
         (
             places._newest_places_kernel,
             {"NUM_PLACES": 16, "MIN_MATCH": 3, "BLOCK": places.BLOCK},

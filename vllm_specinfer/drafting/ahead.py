@@ -140,7 +140,9 @@ class AheadDrafter:
         """
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
         self._fill_lookups()
-        levels = [source.follow(slots, num_new, roots, states) for source in self._ssms]
+        # Before anything is replayed: graphs may use the same memory.
+        last = states and states.last(num_new, 1 + self._max_depth)
+        levels = [source.follow(slots, num_new, roots, last) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
         finish = self._finishes[graphs[0].num_reqs, draws]
         finish.replay()

@@ -22,6 +22,7 @@ from vllm_specinfer.drafting.suffix import (
     TEXT_END,
 )
 from vllm_specinfer.kernels.triton.places import newest_places
+from vllm_specinfer.kernels.triton.texts import catch_up
 from vllm_specinfer.tree.on_device import DeviceCandidates, cut
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -46,7 +47,8 @@ class Matches(NamedTuple):
 
 
 class DeviceSuffixes:
-    """The texts of running requests are vLLM's; the past ones are kept here."""
+    """The texts of running requests are vLLM's, copied from the host's memory as far as
+    they are new; the past ones are kept here."""
 
     def __init__(self, texts: "Texts", num_nodes: int, generation_size: int) -> None:
         """Start without past texts.
@@ -58,6 +60,8 @@ class DeviceSuffixes:
         """
         self._texts, self._num_nodes = texts, num_nodes
         device = texts.tokens.device
+        self._copies = torch.zeros_like(texts.tokens, device=device)
+        self._known = torch.zeros(len(self._copies), dtype=torch.int64, device=device)
         # The newer and the older generation; the last column is for padding.
         shape = 2, generation_size + 1
         self._past = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -79,6 +83,7 @@ class DeviceSuffixes:
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request; the new one's is not there yet."""
+        self._known[slot].zero_()
         past, filled = self._past, self._filled
         size, width = past.shape[1] - 1, len(self._columns)
         length = self._texts.lengths[slot].long()
@@ -112,6 +117,7 @@ class DeviceSuffixes:
         """
         texts, num_reqs = self._texts, len(slots)
         lengths = texts.lengths[slots].long()
+        catch_up(self._copies, self._known, texts.tokens, slots, lengths)
         own = self._own_matches(slots, lengths)
         past = self._past_matches(slots, lengths)
         found = Matches(*(
@@ -129,11 +135,11 @@ class DeviceSuffixes:
     def _own_matches(self, slots: torch.Tensor, lengths: torch.Tensor) -> Matches:
         """Within the request's text; at its end a path goes on from its place."""
         matched, places = self._longest(
-            self._texts.tokens, slots, lengths, slots, lengths, MIN_OWN
+            self._copies, slots, lengths, slots, lengths, MIN_OWN
         )
         period = (lengths[:, None] - places)[:, :, None]
         after = places[:, :, None] + self._steps % period
-        tokens = self._texts.tokens[slots[:, None, None], after.clamp_min(0)]
+        tokens = self._copies[slots[:, None, None], after.clamp_min(0)]
         found = places >= 0
         there = found[:, :, None].expand_as(tokens)
         return Matches(matched, found.sum(dim=1), tokens.long(), there)
@@ -168,7 +174,7 @@ class DeviceSuffixes:
         Returns:
             [Q] how long it is, and [Q, P] the places, -1 for none.
         """
-        texts = self._texts.tokens
+        texts = self._copies
         places = newest_places(
             *(searched, rows, ends, texts, slots, lengths),
             num_places=MAX_PLACES,

@@ -22,7 +22,6 @@ from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.drafting.graphs import GraphShape, PassRows, StaticPass, graph_sizes
 from vllm_specinfer.drafting.growth import level_words
 from vllm_specinfer.drafting.ssm import NeuralSSM
-from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.coupled import coupled_children
 from vllm_specinfer.kernels.triton.growth import Paged, expand, extend
 from vllm_specinfer.options import Tree
@@ -182,7 +181,7 @@ class DeviceTrees:
         slots: np.ndarray,
         num_new: torch.Tensor,
         roots: DraftRows,
-        states: TargetStates | None,
+        states: torch.Tensor | None,
         correction: tuple[float, float],
         worth: Worth,
     ) -> int:
@@ -194,7 +193,7 @@ class DeviceTrees:
             slots: [R] request slots.
             num_new: [R] tokens of the last step, on the device.
             roots: The requests' parameters; their positions do not matter.
-            states: Of the last step; a head reads them.
+            states: [R, T, D] of the last rows that stay; a head reads them.
             correction: `Calibration.line`.
             worth: Of expanding nodes.
 
@@ -304,13 +303,12 @@ class TreeGraphs:
         if self._own[0] is not None:
             self._own[0][: len(hidden)].copy_(self._ssm.own_states)
 
-    def catch_up(self, num_new: torch.Tensor, states: TargetStates | None) -> None:
+    def catch_up(self, num_new: torch.Tensor, states: torch.Tensor | None) -> None:
         """Launch the pass over the tokens of the last step, [R] of each request."""
         self._num_new[: len(num_new)].copy_(num_new)
         if self._target_states is not None:
-            window = len(self._window)
-            last = states.last(num_new, window).flatten(0, 1)
-            self._target_states[: len(last)].copy_(last)
+            states = states.flatten(0, 1)
+            self._target_states[: len(states)].copy_(states)
         self._catch_up_graph.replay()
 
     def run(self, num_levels: int) -> None:

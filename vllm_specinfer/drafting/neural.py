@@ -16,7 +16,6 @@ from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.steps import TreeSteps
-from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -146,7 +145,7 @@ class NeuralSource:
         slots: np.ndarray,
         num_new: torch.Tensor,
         roots: DraftRows,
-        states: TargetStates | None,
+        states: torch.Tensor | None,
     ) -> int:
         """As `begin` where nobody waits; see `DeviceTrees.follow`."""
         return self.on_device.follow(

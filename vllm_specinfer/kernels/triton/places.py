@@ -45,9 +45,10 @@ def _newest_places_kernel(
             matches = matches & (token == last)
         ones = matches.to(tl.int32)
         count = tl.sum(ones)
-        newer = found + count - tl.cumsum(ones)
-        kept_ptr = places_ptr + search * NUM_PLACES + newer
-        tl.store(kept_ptr, place, mask=matches & (newer < NUM_PLACES))
+        if count > 0:
+            newer = found + count - tl.cumsum(ones)
+            kept_ptr = places_ptr + search * NUM_PLACES + newer
+            tl.store(kept_ptr, place, mask=matches & (newer < NUM_PLACES))
         found += count
         first -= BLOCK
 
