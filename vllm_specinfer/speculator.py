@@ -65,9 +65,6 @@ class TreeSpeculator(DraftModelSpeculator):
     Dimension legend: B requests of the batch, N nodes per tree.
     """
 
-    # The catch-up pass runs the bonus token beside the target's rows.
-    num_extra_query_per_req = 1
-
     speculative_config: SpecInferConfig
 
     def __init__(

@@ -1,6 +1,7 @@
 """What specinfer adds to a worker: where the speculator enters vLLM's runner."""
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,6 +127,7 @@ class TreeWorker(Worker):
         available = super().determine_available_memory()
         self.model_runner.speculator.drop_graphs()
         if not is_host(self.device):
+            gc.collect()  # graphs and what they launch hold each other
             torch.accelerator.empty_cache()
         return available
 

@@ -147,3 +147,33 @@ def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=HOPPER).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "element"),
+    [(64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")],
+)
+def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(head_size, element):
+    """99 KiB there; pointers and strides are divisible by 16 as in an engine."""
+    kernel, size = tree_attention._tree_attention_kernel, 2 if element == "bf16" else 4
+    lanes, tile = tree_attention._tile_shape(512, 4, head_size, size)
+    constants = SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False}
+    constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
+    constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1}
+    data = {f"{name}_ptr": f"*{element}" for name in ("out", "query", "kv_cache")}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else (BLOCKS | data).get(name) or type_of(name)
+        for name in kernel.arg_names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if name.endswith("_ptr") or "stride" in name
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 8 if lanes >= 128 else 4}
+    options["num_stages"] = tree_attention.num_stages(head_size, size)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
+    assert compiled.metadata.shared <= 101376

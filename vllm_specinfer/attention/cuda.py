@@ -102,8 +102,9 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def _rows_per_block(self, tile_rows: int) -> int:
         dtype = self.vllm_config.model_config.dtype
-        group = self.num_heads_q // self.num_heads_kv
-        return rows_per_block(tile_rows, group, self.headdim, dtype.itemsize)
+        spec = self.kv_cache_spec  # of these layers; others may have other heads
+        group = self.num_heads_q // spec.num_kv_heads
+        return rows_per_block(tile_rows, group, spec.head_size, dtype.itemsize)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(
@@ -153,8 +154,16 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         Args:
             common: As in vLLM.
             tree: The trees, on the device; no graph reads them, so they stay there.
+
+        Raises:
+            ValueError: A request may have more rows than its bit rows have bits.
         """
         stock, rows = super().build(0, common), common.max_query_len
+        if rows > _most_rows(tree):
+            raise ValueError(
+                f"a request must have at most {_most_rows(tree)} rows with as many "
+                f"bits each; got {rows}"
+            )
         per_request = -(-rows // self._rows_per_block(rows))
         blocks = RowBlocks.uniform(common.num_reqs, per_request, self.device)
         return self._with_trees(stock, tree, blocks, rows)

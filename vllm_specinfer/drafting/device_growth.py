@@ -3,8 +3,8 @@
 The definition is `TreeGrowth`. Here all shapes are fixed, so that captured graphs can
 grow trees: every request has as many rows at a level as a level can have, and a mask
 says which are nodes. A row costs the same whether it is one, so a best-first tree
-expands all that may be among its N best. What `extend` and `advance` define, the kernels
-of `kernels/triton/growth.py` do at once. Not yet run on a GPU.
+expands all that may be among its N best. What `extend` and `advance` define, the
+kernels of `kernels/triton/growth.py` do at once. Not yet run on a GPU.
 
 Dimension legend: R requests, D levels, F nodes of a level per request, K children of
 each, C candidates per request, N nodes per request, W 64-bit words per bit row.

@@ -28,6 +28,7 @@ from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Worth
 from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.token_tree import num_words
 
 
 class Texts(NamedTuple):
@@ -280,7 +281,7 @@ class TreeGraphs:
         # [R] tokens that the requests' last step has brought.
         self._num_new = torch.zeros_like(self._context)
         self._window = torch.arange(window, device=device)
-        shape = GraphShape(num_reqs, window, 1)
+        shape = GraphShape(num_reqs, window, num_words(window))
         rows = PassRows.level(shape)._replace(is_tree=np.zeros(num_reqs, bool))
         self._catch_up_pass = ssm.static_pass(shape, rows)
         # [R * T, D] that a head reads then.

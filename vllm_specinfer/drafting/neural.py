@@ -25,6 +25,7 @@ from vllm_specinfer.scheduling.predictor import (
     Predictor,
     node_features,
 )
+from vllm_specinfer.tree.token_tree import num_words
 
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.device_trees import DeviceTrees, Texts
@@ -86,8 +87,9 @@ class NeuralSource:
         # Its kernels need Triton.
         from vllm_specinfer.drafting.device_trees import DeviceTrees
 
-        words = level_words(self.tree, self.num_nodes)
-        self.ssm.capture(GraphShape(num_reqs, max(window, self.most_nodes), words))
+        rows = max(window, self.most_nodes)
+        words = max(level_words(self.tree, self.num_nodes), num_words(rows))
+        self.ssm.capture(GraphShape(num_reqs, rows, words))
         self.on_device = DeviceTrees(
             self.ssm, self.tree, self.num_nodes, NUM_CANDIDATES, num_reqs, texts, window
         )

@@ -2,8 +2,8 @@
 
 The definitions are `merge`, `Candidates.cut` and `best`, `node_depths` and
 `ancestor_bits`; here all shapes are fixed, so that captured graphs can do it. What
-`merged`, `best` and `TreeBuffers.write` define, the kernels of `kernels/triton/union.py`
-and `trees.py` do at once. Not yet run on a GPU.
+`merged`, `best` and `TreeBuffers.write` define, the kernels of
+`kernels/triton/union.py` and `trees.py` do at once. Not yet run on a GPU.
 
 Dimension legend: S request slots, R requests, C candidates per request, D levels, N
 nodes of a tree, W 64-bit words per bit row.

@@ -129,7 +129,9 @@ class DeviceTreeSampler(TreeSampler):
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
         (places,) = stage(logits.device, np.array(rows))
-        # Of all rows: nearly all are asked for, and a gather would copy them.
+        if len(rows) * 2 < len(logits):
+            logits, places = logits[places], slice(None)
+        # Nearly all are asked for, and a gather would copy them.
         return logits.argmax(dim=-1)[places, None]
 
 

@@ -19,6 +19,8 @@ from vllm_specinfer.drafting.graphs import PassRows
 
 # Candidates that are compared at once, and with how many.
 MOST_COMPARED, OTHERS = 64, 64
+# Elements of a program's tile, and children that one adds.
+MOST_ELEMENTS, MOST_CHILDREN = 8192, 1024
 
 
 class Paged(NamedTuple):
@@ -61,7 +63,7 @@ def _extend_kernel(
     BLOCK: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    child = tl.arange(0, BLOCK)
+    child = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = child < size * k
     row = r * size + child // k
     is_node = tl.load(is_node_ptr + row, mask=inside, other=0) != 0
@@ -221,7 +223,8 @@ def extend(
     """
     level, k = growth.levels[depth], growth.num_children[depth]
     num_reqs, size = level.columns.shape
-    _extend_kernel[(num_reqs,)](
+    block = min(MOST_CHILDREN, triton.next_power_of_2(size * k))
+    _extend_kernel[(num_reqs, triton.cdiv(size * k, block))](
         growth.scores,
         growth.tokens,
         growth.parents,
@@ -235,7 +238,7 @@ def extend(
         growth.starts[depth],
         size,
         k,
-        BLOCK=triton.next_power_of_2(size * k),
+        BLOCK=block,
     )
 
 
@@ -289,6 +292,10 @@ def expand(growth: DeviceGrowth, depth: int, paged: Paged, rows: PassRows) -> No
         SIZE_PADDED=triton.next_power_of_2(size),
         BEST_FIRST=growth.best_first,
         PAD_SLOT=PAD_SLOT_ID,
-        BLOCK=min(MOST_COMPARED, triton.next_power_of_2(end - first)),
+        BLOCK=min(
+            MOST_COMPARED,
+            triton.next_power_of_2(end - first),
+            max(1, MOST_ELEMENTS // triton.next_power_of_2(size)),
+        ),
         OTHERS=OTHERS,
     )

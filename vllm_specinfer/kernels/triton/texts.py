@@ -27,7 +27,6 @@ def _catch_up_kernel(
         i = begin + tl.arange(0, BLOCK)
         token = tl.load(texts_ptr + slot * text_stride + i, mask=i < length, other=0)
         tl.store(copies_ptr + slot * copy_stride + i, token, mask=i < length)
-    tl.store(known_ptr + slot, length)
 
 
 def catch_up(
@@ -57,3 +56,5 @@ def catch_up(
             lengths,
             BLOCK=BLOCK,
         )
+        # Afterwards: other threads and programs read it before they copy.
+        known.index_copy_(0, slots, lengths)

@@ -581,6 +581,7 @@ def tree_attention(
         # TF32 would lose what float32 is chosen for.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=8 if block_m >= 128 else 4,
+        num_stages=num_stages(head_padded, query.element_size()),
     )
     if num_programs > 1:
         # More blocks than these are not split.
@@ -663,6 +664,11 @@ def rows_per_block(
     """
     padded = triton.next_power_of_2(head_size)
     return _tile_shape(max_query_len * group, group, padded, element_size)[0] // group
+
+
+def num_stages(head_padded: int, element_size: int) -> int:
+    """Tiles of K and V under way: of large heads there is room for fewer."""
+    return 2 if head_padded > 128 and element_size <= 2 else 3
 
 
 def max_row_blocks(num_rows: int, num_reqs: int, rows: int) -> int:

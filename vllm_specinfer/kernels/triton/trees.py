@@ -91,6 +91,8 @@ def _tree_kernel(
     above = tl.load(
         places_ptr + r * width + parent, mask=is_node & (parent != ROOT), other=ROOT
     ).to(tl.int32)
+    # A path whose chance is rounded to nothing may leave a node without its parent.
+    above = tl.where(above < num_nodes, above, ROOT)
     parent = tl.where(is_node, above, NO_NODE)
     slot = tl.load(slots_ptr + r)
     to = r * num_nodes + n
