@@ -29,8 +29,8 @@ import tree_attention_cases
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.kernels.triton.commit import commit_paths_ref
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.kernels.triton.tree_attention import (
-    RowBlocks,
     rows_per_block,
     tree_attention,
     tree_attention_ref,

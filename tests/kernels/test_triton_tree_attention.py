@@ -9,6 +9,7 @@ import tree_attention_cases as cases
 from interpreter import outputs_of
 
 from vllm_specinfer.kernels.triton import tree_attention as kernels
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 
 
 def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> None:
@@ -40,8 +41,8 @@ def test_every_row_that_is_attended_is_in_one_block(rows) -> None:
         counts = rng.integers(0, 40, size=rng.integers(1, 9)) * rng.integers(0, 2)
         num_rows, num_reqs = int(counts.sum()), len(counts)
         attended = rng.random(num_reqs) < 0.7 if rng.random() < 0.5 else None
-        most = kernels.max_row_blocks(num_rows, num_reqs, rows)
-        blocks = kernels.RowBlocks.room(most, torch.device("cpu"))
+        most = max_row_blocks(num_rows, num_reqs, rows)
+        blocks = RowBlocks.room(most, torch.device("cpu"))
         starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
         blocks.fill(starts, rows, None if attended is None else torch.tensor(attended))
         wanted = [
@@ -56,6 +57,6 @@ def test_every_row_that_is_attended_is_in_one_block(rows) -> None:
 
 
 def test_requests_with_as_many_rows_have_as_many_blocks() -> None:
-    blocks = kernels.RowBlocks.uniform(3, 2, torch.device("cpu"))
+    blocks = RowBlocks.uniform(3, 2, torch.device("cpu"))
     assert blocks.requests.tolist() == [0, 0, 1, 1, 2, 2]
     assert blocks.places.tolist() == [0, 1] * 3 and blocks.count.tolist() == [6]

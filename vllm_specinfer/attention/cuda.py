@@ -35,10 +35,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.cuda import CUDACommit
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.tree_attention import (
     WORD_BITS,
-    RowBlocks,
-    max_row_blocks,
     rows_per_block,
     tree_attention,
 )

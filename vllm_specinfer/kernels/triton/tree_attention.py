@@ -11,7 +11,6 @@ need it. Tile sizes and numbers of programs are not measured.
 Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,66 +19,12 @@ import triton.language as tl
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 
 WORD_BITS = 64
 MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 4
 PROGRAMS_PER_SM = 2
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """Which rows each program of a KV head attends, P blocks at most.
-
-    Attributes:
-        requests: [P] int32 request of each block.
-        places: [P] int32 which one of the request's blocks it is.
-        count: [1] int32 how many there are.
-    """
-
-    requests: torch.Tensor
-    places: torch.Tensor
-    count: torch.Tensor
-
-    @classmethod
-    def room(cls, most: int, device: torch.device) -> "RowBlocks":
-        """No blocks, and room for so many."""
-        sizes = (most, most, 1)
-        return cls(*(torch.zeros(n, dtype=torch.int32, device=device) for n in sizes))
-
-    @classmethod
-    def uniform(
-        cls, num_reqs: int, per_request: int, device: torch.device
-    ) -> "RowBlocks":
-        """So many blocks of each of R requests."""
-        blocks = torch.arange(num_reqs * per_request, dtype=torch.int32, device=device)
-        requests = blocks // per_request
-        count = torch.full_like(blocks[:1], len(blocks))
-        return cls(requests, blocks - requests * per_request, count)
-
-    def fill(
-        self,
-        query_start_loc: torch.Tensor,
-        rows_per_block: int,
-        attended: torch.Tensor | None = None,
-    ) -> None:
-        """Blocks of the rows of a step, where captured graphs find them.
-
-        Args:
-            query_start_loc: [R + 1] int32.
-            rows_per_block: Rows of one.
-            attended: [R] bool which requests have any; all by default.
-        """
-        counts = (query_start_loc.diff() + (rows_per_block - 1)) // rows_per_block
-        if attended is not None:
-            counts = torch.where(attended, counts, 0)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        block = torch.arange(len(self.requests), dtype=torch.int32, device=ends.device)
-        found = torch.searchsorted(ends, block, right=True)
-        request = found.clamp_max(len(counts) - 1)
-        self.requests.copy_(request)
-        self.places.copy_(block - (ends - counts)[request])
-        self.count.copy_(ends[-1:])
 
 
 @triton.jit
@@ -669,11 +614,6 @@ def rows_per_block(
 def num_stages(head_padded: int, element_size: int) -> int:
     """Tiles of K and V under way: of large heads there is room for fewer."""
     return 2 if head_padded > 128 and element_size <= 2 else 3
-
-
-def max_row_blocks(num_rows: int, num_reqs: int, rows: int) -> int:
-    """No more blocks of so many rows have the T rows of R requests."""
-    return min(num_rows, num_rows // rows + num_reqs)
 
 
 @cache
