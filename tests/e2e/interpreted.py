@@ -19,8 +19,7 @@ import interpreter
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
-LONGER = {"max_tokens": 16}
-LONG = {**GREEDY, **LONGER}
+LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
 TREE = {"max_depth": 4, "max_width": 3, "min_probability": 0}
@@ -57,9 +56,12 @@ def main() -> None:
     everything = {"prompts": PROMPTS, "params": [GREEDY, GREEDY, PENALISED, SAMPLED]}
     greedy = {"prompts": PROMPTS[:2], "params": [GREEDY]}
     sampled = {"prompts": PROMPTS[:1], "params": [SAMPLED]}
-    ahead = {"prompts": PROMPTS[:2], "params": [LONG, {**SAMPLED, **LONGER}]}
+    longer, ahead = (
+        {"prompts": PROMPTS[:2], "params": [{**GREEDY, **most}, {**SAMPLED, **most}]}
+        for most in (LONGER, LONGEST)
+    )
     # The second time each text is known.
-    again = {name: 2 * both for name, both in ahead.items()}
+    again = {name: 2 * both for name, both in longer.items()}
     jobs = {
         name: {**job, "llm": {**llm, "speculative_config": {**common, **spec}}}
         for name, job, spec in (
@@ -88,6 +90,7 @@ def main() -> None:
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "sampled": {**plain, **sampled}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
+    on_cpu["known"] = {**plain, **longer}
     for name in ("mss", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))

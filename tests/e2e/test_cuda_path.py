@@ -66,14 +66,14 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
             assert any(tree == [parents, near] for tree in trees)
     ahead, on_cpu = found["ahead"]["metrics"], of_cpu["ahead"]["metrics"]
     for ssm in ("ssm0", "ssm1"):
-        assert ahead[f"drafted_nodes {ssm}"] >= 3
+        assert ahead[f"drafted_nodes {ssm}"] == on_cpu[f"drafted_nodes {ssm}"] > 3
         assert ahead[f"accepted_tokens {ssm}"] == on_cpu[f"accepted_tokens {ssm}"] > 0
 
 
 def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
     of_cpu, found, _ = outputs
     for name in ("suffix", "changing"):
-        assert found[name]["tokens"] == 2 * of_cpu["long"]["tokens"]
+        assert found[name]["tokens"] == 2 * of_cpu["known"]["tokens"]
         assert found[name]["metrics"]["drafted_nodes ssm0"] > 20
         assert found[name]["metrics"]["accepted_tokens suffix"] > 10
     assert outputs[2]["passes"].count("look-up") > 4
