@@ -284,7 +284,7 @@ class TreeSpeculator(DraftModelSpeculator):
     @property
     def hear_drafts(self) -> Callable[[], None]:
         """Waits for what has been drafted ahead last, if anything has."""
-        return _nothing if self._ahead is None else self._ahead.hear
+        return (lambda: None) if self._ahead is None else self._ahead.hear
 
     def start_verification(self) -> WorkerStats:
         """A step is verified: what is counted of it, to be read when it is over."""
@@ -500,7 +500,3 @@ class TreeSpeculator(DraftModelSpeculator):
                 path = range(count - 1)
             rows.append(start + np.array([0, *(node + 1 for node in path)]))
         return np.concatenate(rows)
-
-
-def _nothing() -> None:
-    pass

@@ -70,45 +70,31 @@ def test_the_largest_graphs_are_bounded(max_num_reqs, most_nodes, most_rows, num
     assert most_requests(scheduler, most_nodes, most_rows) == num_reqs
 
 
-def test_a_pass_of_too_many_rows_is_several():
+def rows_by_request(rows: PassRows) -> list[tuple[int, ...]]:
+    """Slot, token, K/V slot and position of each row."""
+    slots = np.repeat(rows.slots, np.diff(rows.starts))
+    columns = slots, rows.tokens, rows.kv_slots, rows.positions
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 7, 17])
+def test_a_pass_of_too_many_rows_is_several(most):
     """Piece by piece, a chain's rows see the K/V of those before them and no more."""
     rows = rows_of([3, 0, 9, 1, 5])
     rows.is_tree[4] = True
-    for most in (1, 2, 4, 7, 17):
-        pieces = rows.pieces(most)
-        assert len(pieces) == -(-18 // most)
-        kv, places = [], []
-        for piece in pieces:
-            counts, owners = (
-                np.diff(piece.starts),
-                np.repeat(piece.slots, np.diff(piece.starts)),
-            )
-            assert (
-                piece.starts[0] == 0 and piece.starts[-1] == len(piece.tokens) <= most
-            )
-            ends = dict(zip(piece.slots, piece.seq_lens, strict=True))
-            for i, slot in enumerate(owners):
-                places.append(
-                    (slot, piece.tokens[i], piece.kv_slots[i], piece.positions[i])
-                )
-            kv.append((ends, dict(zip(piece.slots, counts, strict=True))))
-        expected = zip(
-            np.repeat(rows.slots, np.diff(rows.starts)),
-            rows.tokens,
-            rows.kv_slots,
-            rows.positions,
-            strict=True,
-        )
-        assert places == list(expected)
-        # By request: its K/V grows by the rows of each piece; a tree's is all there.
-        for slot, first in ((5, 10), (7, 10), (8, 10)):
-            length = first
-            for ends, counts in kv:
-                if counts.get(slot):
-                    length += counts[slot]
-                    assert ends[slot] == length
-            assert length == rows.seq_lens[slot - 5]
-        assert all(ends.get(9, 15) == 15 for ends, _ in kv)
+    pieces = rows.pieces(most)
+    assert len(pieces) == -(-18 // most)
+    assert sum(map(rows_by_request, pieces), []) == rows_by_request(rows)
+    # K/V before a chain's first row; a tree's is all there.
+    lengths = {5: 10, 7: 10, 8: 10, 9: 15}
+    for piece in pieces:
+        assert piece.starts[0] == 0 and piece.starts[-1] == len(piece.tokens) <= most
+        counts = np.diff(piece.starts)
+        for slot, count, end in zip(piece.slots, counts, piece.seq_lens, strict=True):
+            if count:
+                lengths[slot] += 0 if slot == 9 else count
+                assert end == lengths[slot]
+    assert lengths == {5: 13, 7: 19, 8: 11, 9: 15}
     assert rows.pieces(18) == [rows]
 
 

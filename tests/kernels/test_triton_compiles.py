@@ -85,6 +85,14 @@ def type_of(name: str) -> str:
     return "fp32" if name in ("scale", "softcap", "least") else "i32"
 
 
+def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, str]:
+    """The type of each argument; `types` where it is not the usual one."""
+    return {
+        name: "constexpr" if name in constants else types.get(name) or type_of(name)
+        for name in kernel.arg_names
+    }
+
+
 @pytest.mark.parametrize(
     ("kernel", "constants", "types"),
     [
@@ -141,10 +149,7 @@ def type_of(name: str) -> str:
     ],
 )
 def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
-    signature = {
-        name: "constexpr" if name in constants else types.get(name) or type_of(name)
-        for name in kernel.arg_names
-    }
+    signature = signature_of(kernel, constants, types)
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=HOPPER).asm["cubin"]
 
@@ -161,12 +166,7 @@ def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(head_size, e
     constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
     constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1}
     data = {f"{name}_ptr": f"*{element}" for name in ("out", "query", "kv_cache")}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else (BLOCKS | data).get(name) or type_of(name)
-        for name in kernel.arg_names
-    }
+    signature = signature_of(kernel, constants, BLOCKS | data)
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)

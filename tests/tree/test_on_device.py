@@ -1,42 +1,22 @@
 """Trees put together on the device are those of the definitions."""
 
-from itertools import accumulate
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
+from tests.kernels.candidates import VOCAB, grown
 from vllm_specinfer.tree import on_device
 from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates, merge
 from vllm_specinfer.tree.on_device import NO_NODE, DeviceCandidates, TreeBuffers
 from vllm_specinfer.tree.token_tree import ROOT, ancestor_bits, node_depths
 
-VOCAB = 5
 
-
-def grown(rng, num_reqs):
-    """Candidates by level, with columns that are none and ties, and `ends`."""
-    sizes = rng.integers(1, 7, rng.integers(1, 5)).tolist()
-    ends = list(accumulate(sizes))
-    tokens = np.zeros((num_reqs, ends[-1]), np.int64)
-    parents = np.full(tokens.shape, ROOT, np.int32)
-    scores = np.full(tokens.shape, -np.inf, np.float32)
-    for r in range(num_reqs):
-        seen = set()
-        for start, end, depth in zip([0, *ends], ends, range(9), strict=False):
-            for c in range(start, end):
-                first = 0 if depth < 2 else ends[depth - 2]
-                parent = ROOT if not depth else int(rng.integers(first, start))
-                above = 0.0 if not depth else scores[r, parent]
-                token = int(rng.integers(VOCAB))
-                known = (parent, token) in seen or not np.isfinite(above)
-                tokens[r, c], parents[r, c] = token, parent
-                if not known and rng.random() < 0.8:
-                    seen.add((parent, token))
-                    scores[r, c] = above - rng.integers(0, 4) / 4
-    return Candidates(tokens, parents, scores), ends
+def a_source(rng, num_reqs):
+    """Its candidates and `ends`."""
+    (tokens, parents, scores), ends = grown(rng, num_reqs)
+    return Candidates(tokens, parents.astype(np.int32), scores), ends
 
 
 def on(candidates, ends):
@@ -52,7 +32,7 @@ def on(candidates, ends):
 def test_unions_and_trees_are_those_of_the_definition(seed):
     rng = np.random.default_rng(seed)
     num_reqs, num_nodes = int(rng.integers(1, 4)), int(rng.integers(1, 90))
-    pairs = [grown(rng, num_reqs) for _ in range(rng.integers(1, 4))]
+    pairs = [a_source(rng, num_reqs) for _ in range(rng.integers(1, 4))]
     sources = [candidates for candidates, _ in pairs]
     least = float(rng.choice([-np.inf, -1.0]))
     limits = rng.integers(1, 20, len(sources)).tolist()

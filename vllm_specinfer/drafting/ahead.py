@@ -203,8 +203,12 @@ class AheadDrafter:
             union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             tree = best_trees(
-                *(union, self._num_nodes, self._least),
-                *(slots, self.buffers, self._max_depth),
+                union,
+                self._num_nodes,
+                self._least,
+                slots,
+                self.buffers,
+                self._max_depth,
             )
             lengths = self._texts.lengths[inputs.slots]
             by_source = given(tree, columns, sources)

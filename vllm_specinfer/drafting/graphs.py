@@ -296,7 +296,7 @@ def captured(
 
 @contextmanager
 def _capturing(device: torch.device) -> Iterator[None]:
-    """As vLLM's `graph_capture`, on one stream: graphs of others share no memory.
+    """As vLLM's `graph_capture`, on one stream: graphs share no memory across streams.
 
     vllm/distributed/parallel_state.py: graph_capture, which makes a stream each time.
     """

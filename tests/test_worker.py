@@ -1,0 +1,34 @@
+"""What a step's output waits for beside the tokens."""
+
+from types import SimpleNamespace
+
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_specinfer.worker import TreeWorker
+
+
+def test_drafts_are_heard_of_though_none_had_a_row_in_the_step():
+    heard = []
+    speculator = SimpleNamespace(
+        start_verification=lambda: "stats", hear_drafts=lambda: heard.append("drafts")
+    )
+
+    class Samples(Worker):
+        def sample_tokens(self):
+            # The next step is drafted for.
+            speculator.hear_drafts = lambda: heard.append("later drafts")
+            return SimpleNamespace(get_output=lambda: SimpleNamespace())
+
+    class Sampled(TreeWorker, Samples):
+        pass
+
+    worker = Sampled.__new__(Sampled)
+    worker.model_runner = SimpleNamespace(
+        speculator=speculator,
+        model_state=SimpleNamespace(hear=lambda: heard.append("walks")),
+    )
+    output = worker.sample_tokens()
+    assert heard == []
+    assert output.get_output().tree_stats == "stats"
+    assert heard == ["walks", "drafts"]
