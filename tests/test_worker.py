@@ -8,16 +8,17 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specinfer.worker import TreeWorker
 
 
-def test_drafts_are_heard_of_though_none_had_a_row_in_the_step():
-    heard = []
+def test_drafts_are_counted_though_none_had_a_row_in_the_step():
+    counted = []
     speculator = SimpleNamespace(
-        start_verification=lambda: "stats", hear_drafts=lambda: heard.append("drafts")
+        start_verification=lambda: "stats",
+        count_drafts=lambda: counted.append("drafts"),
     )
 
     class Samples(Worker):
         def sample_tokens(self):
             # The next step is drafted for.
-            speculator.hear_drafts = lambda: heard.append("later drafts")
+            speculator.count_drafts = lambda: counted.append("later drafts")
             return SimpleNamespace(get_output=lambda: SimpleNamespace())
 
     class Sampled(TreeWorker, Samples):
@@ -26,9 +27,9 @@ def test_drafts_are_heard_of_though_none_had_a_row_in_the_step():
     worker = Sampled.__new__(Sampled)
     worker.model_runner = SimpleNamespace(
         speculator=speculator,
-        model_state=SimpleNamespace(hear=lambda: heard.append("walks")),
+        model_state=SimpleNamespace(count=lambda: counted.append("walks")),
     )
     output = worker.sample_tokens()
-    assert heard == []
+    assert counted == []
     assert output.get_output().tree_stats == "stats"
-    assert heard == ["walks", "drafts"]
+    assert counted == ["walks", "drafts"]

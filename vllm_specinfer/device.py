@@ -92,15 +92,11 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
-    @property
-    def is_past(self) -> bool:
-        """The device has come there."""
-        return self._event is None or self._event.query()
-
     def seconds_since(self, earlier: "Moment") -> float:
-        """Between two moments that are past."""
+        """Between two moments, once both are past."""
         if self._event is None:
             return self._time - earlier._time
+        self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
 
 

@@ -9,7 +9,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,26 @@ from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 
-# What a request has accepted: its id and slot, the nodes, and how many were scheduled.
-OnVerified = Callable[[str, int, list[int], int], None]
+
+class Walked(NamedTuple):
+    """What a request has accepted.
+
+    Attributes:
+        req_id: Its id.
+        slot: Its slot.
+        nodes: The accepted nodes, by depth.
+        num_rows: How many nodes had rows, those below the end of its tree included.
+    """
+
+    req_id: str
+    slot: int
+    nodes: list[int]
+    num_rows: int
+
+
+# Hears of a step that has been verified, given what waits for it; returns what counts
+# it, for whoever sends the step's output.
+OnVerified = Callable[[Callable[[], list[Walked]]], Callable[[], None]]
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
@@ -65,7 +83,7 @@ class TreeModelState(DefaultModelState):
         start_request: Callable[[int, NewRequestData], None],
         end_request: Callable[[str], None],
         bind_sampler: Callable[[Sampler], None],
-        verifying: Callable[[], OnVerified],
+        on_verified: OnVerified,
         plan_ahead: Callable[[InputBatch], DevicePlan | None],
         on_time: Callable[[str, float], None],
         verification: str,
@@ -76,7 +94,7 @@ class TreeModelState(DefaultModelState):
         self._start_request = start_request
         self._end_request = end_request
         self._bind_sampler = bind_sampler
-        self._verifying = verifying
+        self._on_verified = on_verified
         self._plan_ahead = plan_ahead
         self._on_time = on_time
         self._verification = verification
@@ -91,9 +109,9 @@ class TreeModelState(DefaultModelState):
         )
         self._captured = False
         self._verifier: TreeSampler | None = None
-        # What the last walks have accepted. Who sends a step's output may be another
-        # thread than who runs the next one.
-        self.hear: Callable[[], Accepted] = dict
+        # Counts what the last step has accepted. Who sends a step's output may be
+        # another thread than who runs the next one.
+        self.count: Callable[[], None] = lambda: None
         # The last batch that was walked down on the device, and its paths.
         self._walked: tuple[InputBatch | None, torch.Tensor | None] = (None, None)
         self._block_tables: BlockTables | None = None
@@ -217,7 +235,8 @@ class TreeModelState(DefaultModelState):
             accepted: Per batch index the accepted rows, from depth 1 down.
         """
         started = time.perf_counter()
-        self._tell(input_batch, accepted, self._verifying())
+        walked = _by_request(input_batch, accepted)
+        self.count = self._on_verified(lambda: walked)
         # Rows rise: the last one is in its place where all are.
         moved = [i for i, path in accepted.items() if path and path[-1] != len(path)]
         if moved:
@@ -246,7 +265,7 @@ class TreeModelState(DefaultModelState):
             count: [R] int32 how many they are.
 
         Returns:
-            `hear`: waits for what they have accepted.
+            Waits for what they have accepted.
         """
         started = time.perf_counter()
         self._walked = input_batch, path
@@ -255,23 +274,25 @@ class TreeModelState(DefaultModelState):
             commit(self._block_tables.slot_mappings[group_id], first, path, count)
         self._on_time(COMMIT, time.perf_counter() - started)
         walks, plan = read_later(path, count), self.plan_of(input_batch)
-        before, on_verified = self.hear, self._verifying()
 
-        def told() -> Accepted:
-            before()
+        def find() -> Accepted:
             paths, counts = walks()
-            accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
-            self._tell(input_batch, accepted, on_verified)
-            return accepted
+            return {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
 
-        self.hear = Once(told)
-        return self.hear
+        accepted = Once(find)
+        self.count = self._on_verified(lambda: _by_request(input_batch, accepted()))
+        return accepted
 
-    def _tell(
-        self, input_batch: InputBatch, accepted: Accepted, on_verified: OnVerified
-    ) -> None:
-        num_nodes = input_batch.num_draft_tokens_per_req
-        for i, path in accepted.items():
-            slot = int(input_batch.idx_mapping_np[i])
-            nodes = [row - 1 for row in path]
-            on_verified(input_batch.req_ids[i], slot, nodes, int(num_nodes[i]))
+
+def _by_request(input_batch: InputBatch, accepted: Accepted) -> list[Walked]:
+    """By request what `accepted` has by batch index."""
+    num_rows = input_batch.num_draft_tokens_per_req
+    return [
+        Walked(
+            input_batch.req_ids[i],
+            int(input_batch.idx_mapping_np[i]),
+            [row - 1 for row in path],
+            int(num_rows[i]),
+        )
+        for i, path in accepted.items()
+    ]

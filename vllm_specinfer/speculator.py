@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
-from vllm_specinfer.device import read, stage, token_rows
+from vllm_specinfer.device import Once, read, stage, token_rows
 from vllm_specinfer.drafting.blocks import BlockIds
 from vllm_specinfer.drafting.graphs import most_requests
 from vllm_specinfer.drafting.rows import root_rows
@@ -34,10 +34,11 @@ from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
-from vllm_specinfer.model_state import OnVerified, TreeModelState
+from vllm_specinfer.model_state import TreeModelState, Walked
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.device_plan import DevicePlan
@@ -110,6 +111,7 @@ class TreeSpeculator(DraftModelSpeculator):
         # The trees of the last batch by request id, where the host has drafted them.
         self.trees: dict[str, TokenTree] = {}
         self._ahead: AheadSteps | None = None
+        self._lessons = Lessons()
         # [S] tokens of each slot whose K/V the last step has left.
         self.num_computed = np.zeros(self.max_num_reqs, np.int64)
         # Of the step that is drafted for, and of the one that is verified.
@@ -141,10 +143,8 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         for source in sources.ssms:
             source.capture(texts, window, num_reqs)
-        # Decisions that depend on when something is heard are not those of other ranks.
-        alone = self.vllm_config.parallel_config.world_size == 1
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
-        if alone and asynchronous and can_draft_ahead(sources):
+        if asynchronous and can_draft_ahead(sources):
             nodes = self.num_speculative_steps
             self._ahead = AheadSteps(
                 AheadDrafter(sources, nodes, texts, self.device),
@@ -154,6 +154,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 requests.num_computed_tokens.gpu,
                 lambda: token_rows(requests.all_token_ids),
                 self._names,
+                self._lessons,
             )
 
     def load_draft_model(
@@ -191,7 +192,7 @@ class TreeSpeculator(DraftModelSpeculator):
             start_request=self._start_request,
             end_request=self._end_request,
             bind_sampler=self._bind_sampler,
-            verifying=self._on_verifying,
+            on_verified=self._on_verified,
             plan_ahead=self._plan_ahead,
             on_time=self._on_time,
             verification=self.speculative_config.verification_rule,
@@ -234,57 +235,57 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def _start_request(self, slot: int, request: NewRequestData) -> None:
         self._started = True
-        if self._ahead is None:
-            self.sources.start(slot, request)
-            return
-        with self._ahead.learning:
+        if self._ahead is not None:
             self._ahead.start(slot, request)
-            self.sources.start(slot, request)
+        self.sources.start(slot, request)
 
     def _end_request(self, req_id: str) -> None:
         slot = self._req_states.req_id_to_index.get(req_id)
         if self._ahead is not None and slot is not None:
-            with self._ahead.learning:
-                self._ahead.leave(slot)
+            self._ahead.leave(slot)
 
     def _plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
         return self._ahead and self._ahead.plan(input_batch)
 
-    def _on_verifying(self) -> OnVerified:
-        """Hears what the step that is verified now has accepted, perhaps later."""
-        stats = self._verifying
-        if self._ahead is None:
-            return functools.partial(self._on_verified, stats)
-        ahead, hear = self._ahead, self._ahead.hear
+    def _on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:
+        """A step has been verified.
 
-        def on_verified(req_id: str, slot: int, nodes: list[int], rows: int) -> None:
-            hear()
-            with ahead.learning:
-                rows = ahead.num_nodes(slot, rows)
-                self._on_verified(stats, req_id, slot, nodes, rows)
+        Args:
+            walks: Waits for what was accepted.
 
-        return on_verified
+        Returns:
+            Counts that; on another thread, perhaps.
+        """
+        stats, trees = self._verifying, self._ahead and self._ahead.trees
+        sources_of = (trees or self.sources).sources_of_nodes()
+        self._lessons.add(lambda: self._learn(stats, walks()))
 
-    def _on_verified(
-        self,
-        stats: WorkerStats,
-        req_id: str,
-        slot: int,
-        accepted: list[int],
-        num_nodes: int,
-    ) -> None:
-        self._accepted[slot] = stats, accepted
-        found = self.sources.observe(slot, accepted)
-        stats.accepted[req_id] = [self._names[q] for q in found]
-        stats.num_nodes[req_id] = num_nodes
+        def count() -> None:
+            for req_id, slot, nodes, num_rows in walks():
+                names = [self._names[q] for q in sources_of(slot, nodes)]
+                stats.accepted[req_id] = names
+                num_nodes = trees.num_nodes(slot) if trees else num_rows
+                stats.num_nodes[req_id] = min(num_nodes, num_rows)
+
+        return Once(count)
+
+    def _learn(self, stats: WorkerStats, walks: list[Walked]) -> None:
+        """What a step has accepted."""
+        for walked in walks:
+            self._accepted[walked.slot] = stats, walked.nodes
+            self.sources.observe(walked.slot, walked.nodes)
+
+    def learn(self) -> None:
+        """Learn of all steps until now, however long it takes to hear of them."""
+        self._lessons.learn()
 
     def _on_time(self, phase: str, seconds: float) -> None:
         self._verifying.seconds[phase] += seconds
 
     @property
-    def hear_drafts(self) -> Callable[[], None]:
-        """Waits for what has been drafted ahead last, if anything has."""
-        return (lambda: None) if self._ahead is None else self._ahead.hear
+    def count_drafts(self) -> Callable[[], None]:
+        """Counts what has been drafted ahead last, if anything has."""
+        return (lambda: None) if self._ahead is None else self._ahead.count
 
     def start_verification(self) -> WorkerStats:
         """A step is verified: what is counted of it, to be read when it is over."""
@@ -379,6 +380,7 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         if isinstance(found, torch.Tensor):
             self.trees, self._trusts_clock = {}, False
+            self._note_step()
             self._drafting.seconds[DRAFT] += time.perf_counter() - started
         return found
 
@@ -404,8 +406,8 @@ class TreeSpeculator(DraftModelSpeculator):
             were asked for.
         """
         asked, self._asked = self._asked, None
+        self.learn()
         if self._ahead is not None:
-            self._ahead.hear()
             self._ahead.stop()
         started = time.perf_counter()
         input_batch = asked.input_batch
@@ -416,8 +418,7 @@ class TreeSpeculator(DraftModelSpeculator):
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs
             self.budget.observe_step(num_rows, seconds, trees)
-            if self._memory is not None:
-                self._memory.note_step()
+            self._note_step()
         self._trees.drop(step.slots)
         trees, draws, counts, reasons = self.sources.propose(
             step, asked.num_nodes, asked.decided
@@ -438,6 +439,10 @@ class TreeSpeculator(DraftModelSpeculator):
         self._finished_at = time.perf_counter()
         self._drafting.seconds[DRAFT] += self._finished_at - started
         return input_batch, stage(self.device, drafts)[0][:, : asked.num_nodes]
+
+    def _note_step(self) -> None:
+        if self._memory is not None:
+            self._memory.note_step()
 
     def _step(
         self,

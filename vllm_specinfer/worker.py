@@ -29,25 +29,25 @@ class TreeOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: AsyncModelRunnerOutput,
-        hear: Sequence[Callable[[], Any]],
+        counts: Sequence[Callable[[], None]],
         stats: WorkerStats,
     ) -> None:
         """Wait for nothing yet.
 
         Args:
             output: The runner's.
-            hear: Complete the numbers, one after the other.
+            counts: Complete the numbers, one after the other.
             stats: The numbers.
         """
         self._output = output
-        self._hear = hear
+        self._counts = counts
         self._stats = stats
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens and the walks."""
         output = self._output.get_output()
-        for hear in self._hear:
-            hear()
+        for count in self._counts:
+            count()
         output.tree_stats = self._stats
         return output
 
@@ -133,8 +133,11 @@ class TreeWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Learn nothing from steps that compile kernels, over texts of nobody."""
-        with self.model_runner.speculator.sources.unlearned():
-            return super().compile_or_warm_up_model()
+        speculator = self.model_runner.speculator
+        with speculator.sources.unlearned():
+            compiled = super().compile_or_warm_up_model()
+            speculator.learn()
+        return compiled
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The KV cache, if it slept, has woken up empty."""
@@ -189,11 +192,11 @@ class TreeWorker(Worker):
         """Verify; what was counted goes along with the step's output."""
         speculator = self.model_runner.speculator
         # Drafted before this step, also where none of the drafts had a row in it.
-        stats, drafts = speculator.start_verification(), speculator.hear_drafts
+        stats, drafts = speculator.start_verification(), speculator.count_drafts
         output = super().sample_tokens(*args, **kwargs)
         if output is None:
             return None
-        return TreeOutput(output, (self.model_runner.model_state.hear, drafts), stats)
+        return TreeOutput(output, (self.model_runner.model_state.count, drafts), stats)
 
     def _as_known(self, output: SchedulerOutput) -> SchedulerOutput:
         """A step that was scheduled before its trees were drafted.
@@ -228,7 +231,6 @@ class TreeWorker(Worker):
         runner = self.model_runner
         if not runner.speculator.is_asked:
             return
-        runner.model_state.hear()
         with use_workspace_lane(runner._draft_workspace_lane):
             batch, tokens = runner.speculator.draft()
         runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = tokens

@@ -8,6 +8,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from tests.attention.test_cpu_tree_attention import tiled_layout
 from vllm_specinfer.commit import compaction
 from vllm_specinfer.commit.compaction import commit_kv, commit_kv_ref
 from vllm_specinfer.kernels.cpu import extension
@@ -35,20 +36,25 @@ class Layer:
         shape = (NUM_BLOCKS, heads, block_size, 2 * head_size)
         cache = torch.zeros(shape, dtype=dtype) if cache is None else cache
         tokens = torch.randn(2, NUM_BLOCKS * block_size, heads, head_size)
-        tokens = tokens.to(torch.float32 if dtype is FP8 else dtype)
+        tokens = tokens.to(torch.bfloat16 if dtype is FP8 else dtype)
         layer = cls(cache, *tokens)
         layer.write(cache)
         return layer
 
     def write(self, cache: torch.Tensor) -> None:
         num_blocks, heads, block_size, width = cache.shape
-        isa = _get_attn_isa(cache.dtype, block_size, width // 2)
         dtype = "fp8_e4m3" if cache.dtype is FP8 else "auto"
         pages = cache.view(num_blocks, heads, 2 * block_size, width // 2).chunk(2, 2)
         slots = torch.arange(num_blocks * block_size)
         ops.cpu_attn_reshape_and_cache(
-            self.keys, self.values, *pages, slots, isa, kv_cache_dtype=dtype
+            self.keys, self.values, *pages, slots, self.isa, kv_cache_dtype=dtype
         )
+
+    @property
+    def isa(self) -> str:
+        """What vLLM would have its kernels run with."""
+        dtype = torch.bfloat16 if self.cache.dtype is FP8 else self.cache.dtype
+        return _get_attn_isa(dtype, self.cache.shape[2], self.cache.shape[3] // 2)
 
     def check_moved(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """The cache must be what writing the moved tokens afresh gives."""
@@ -82,7 +88,8 @@ def test_overlapping_moves_in_layers_of_unequal_shape(move, dtype, block_size):
     layers = [Layer.make(*shape, dtype, block_size) for shape in shapes]
     for count in (1, 7, 40):
         src, dst = random_moves(NUM_BLOCKS * block_size, count)
-        move([layer.cache for layer in layers], src, dst, "vec")
+        isas = [layer.isa for layer in layers]
+        move([layer.cache for layer in layers], src, dst, isas)
         for layer in layers:
             layer.check_moved(src, dst)
 
@@ -92,7 +99,7 @@ def test_a_path_slides_down_onto_its_own_nodes(move):
     """The usual commit: sources above destinations, each read before it is lost."""
     layer = Layer.make(2, 64, torch.bfloat16, 32)
     src, dst = torch.tensor([41, 42, 45, 63, 64]), torch.tensor([40, 41, 42, 43, 44])
-    move([layer.cache], src, dst, "vec")
+    move([layer.cache], src, dst, [layer.isa])
     layer.check_moved(src, dst)
 
 
@@ -100,9 +107,8 @@ def test_a_path_slides_down_onto_its_own_nodes(move):
 def test_a_tensor_shared_by_layers_moves_once(move):
     layer = Layer.make(2, 64, torch.float32, 32)
     src, dst = torch.tensor([3, 2, 1]), torch.tensor([2, 1, 3])
-    move(
-        [layer.cache, layer.cache, layer.cache.view(layer.cache.shape)], src, dst, "vec"
-    )
+    caches = [layer.cache, layer.cache, layer.cache.view(layer.cache.shape)]
+    move(caches, src, dst, 3 * [layer.isa])
     layer.check_moved(src, dst)
 
 
@@ -111,7 +117,7 @@ def test_layers_interleaved_in_one_buffer(move):
     raw = torch.zeros(NUM_BLOCKS, 3, 2, 32, 128)
     layers = [Layer.make(2, 64, torch.float32, 32, raw[:, i]) for i in range(3)]
     src, dst = random_moves(NUM_BLOCKS * 32, 30)
-    move([layers[0].cache, layers[2].cache], src, dst, "vec")
+    move([layers[0].cache, layers[2].cache], src, dst, ["vec", "vec"])
     layers[0].check_moved(src, dst)
     layers[1].check_moved(dst, dst)
     layers[2].check_moved(src, dst)
@@ -121,16 +127,30 @@ def test_layers_interleaved_in_one_buffer(move):
 def test_padding_and_moves_in_place_are_skipped(move):
     layer = Layer.make(2, 64, torch.float32, 32)
     src, dst = torch.tensor([-1, 5, 9, 7]), torch.tensor([6, -1, 9, 8])
-    move([layer.cache], src, dst, "vec")
+    move([layer.cache], src, dst, [layer.isa])
     layer.check_moved(src[2:], dst[2:])
 
 
 def test_nothing_to_move():
     layer = Layer.make(2, 64, torch.float32, 32)
     none = torch.zeros(0, dtype=torch.int64)
-    commit_kv([layer.cache], none, none, "vec")
-    commit_kv([], torch.tensor([1]), torch.tensor([2]), "vec")
+    commit_kv([layer.cache], none, none, ["vec"])
+    commit_kv([], torch.tensor([1]), torch.tensor([2]), [])
     layer.check_moved(none, none)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_moves_in_tiles(monkeypatch, dtype):
+    """As vLLM's kernel for AMX has its pages, whether this machine has it or not."""
+    tiles = tiled_layout(64, 96)
+    monkeypatch.setattr(compaction, "page_layout", lambda *_: tiles)
+    cache = torch.randint(0, 99, (NUM_BLOCKS, 3, 64, 192)).to(dtype)
+    expected = cache.clone()
+    src, dst = random_moves(NUM_BLOCKS * 64, 30)
+    commit_kv_ref([expected], src, dst, ["amx"])
+    assert not torch.equal(cache, expected)
+    commit_kv([cache], src, dst, ["amx"])
+    assert torch.equal(cache, expected)
 
 
 def test_a_layout_other_than_plain_goes_through_index_tables(monkeypatch):
@@ -142,10 +162,10 @@ def test_a_layout_other_than_plain_goes_through_index_tables(monkeypatch):
 
     cache, plain = swap(layer.cache), page_layout("vec", torch.float32, 32, 64)
     half = 32 * 64
-    swapped = PageLayout(plain.key + half, plain.value - half, is_plain=False)
+    swapped = PageLayout(plain.key + half, plain.value - half, False, False)
     src, dst = random_moves(NUM_BLOCKS * 32, 20)
     monkeypatch.setattr(compaction, "page_layout", lambda *_: swapped)
-    commit_kv([cache], src, dst, "vec")
+    commit_kv([cache], src, dst, ["vec"])
     monkeypatch.undo()
     layer.cache.copy_(swap(cache))
     layer.check_moved(src, dst)
@@ -156,7 +176,7 @@ def test_errors_name_the_value():
     one = torch.tensor([1])
     wide = torch.zeros(NUM_BLOCKS, 2, 64, 128)
     with pytest.raises(ValueError, match="share a block size; got 32 and 64"):
-        commit_kv([layer.cache, wide], one, one, "vec")
+        commit_kv([layer.cache, wide], one, one, ["vec", "vec"])
     with pytest.raises(RuntimeError, match="slots must be below 160; got 1 -> 160"):
-        commit_kv([layer.cache], one, one + 159, "vec")
+        commit_kv([layer.cache], one, one + 159, ["vec"])
     layer.check_moved(one, one)

@@ -10,6 +10,7 @@ from vllm_specinfer.drafting import ahead_steps
 from vllm_specinfer.drafting.ahead import Found
 from vllm_specinfer.drafting.ahead_steps import AheadSteps
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
     MEASURING,
@@ -162,7 +163,7 @@ def steps(monkeypatch):
         ahead_steps, "looks_back", lambda sampler, slots: np.isin(slots, sampler.back)
     )
     sampler.back = []
-    drafter, budget = Drafter(sources.ssms), Chosen()
+    drafter, budget, lessons = Drafter(sources.ssms), Chosen(), Lessons()
     tokens = np.arange(SLOTS)[:, None] + np.full((SLOTS, 30), 100)
     result = AheadSteps(
         drafter,
@@ -172,7 +173,9 @@ def steps(monkeypatch):
         torch.zeros(SLOTS, dtype=torch.int32),
         lambda: tokens,
         ["one", "two"],
+        lessons,
     )
+    result.lessons = lessons
     result.drafter, result.budget, result.sources = drafter, budget, sources
     result.sampler = sampler
     return result
@@ -232,8 +235,10 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
     assert tokens[:, 0].tolist() == [3, 0]
     assert steps.sizes == {"r3": 2, "r0": 2}
     assert steps.drafter.num_heard == 0 and not stats.drafted
-    steps.hear()
-    steps.hear()
+    steps.count()
+    steps.count()
+    assert not steps.sources.notes and not steps.budget.chances
+    steps.lessons.learn()
     assert steps.drafter.num_heard == 1
     # The third node has no row; the second is the second SSM's alone.
     assert stats.drafted == {"one": 1, "two": 1}
@@ -245,20 +250,22 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
     ((scores, num_nodes, asks),) = steps.budget.chances
     assert scores.shape == (2, NODES) and num_nodes == 2 and asks
     assert not steps.budget.known
-    # Of the rows that were scheduled these were nodes.
-    assert steps.num_nodes(3, 2) == 2 and steps.num_nodes(0, 2) == 0
-    assert steps.num_nodes(3, 1) == 1 and steps.num_nodes(1, 2) == 2
+    assert [steps.trees.num_nodes(slot) for slot in (3, 0)] == [3, 0]
+    assert steps.trees.sources_of_nodes()(3, [0, 1, 2]) == [0, 1, 0]
+    assert steps.trees.sources_of_nodes()(0, []) == []
 
 
 @pytest.mark.parametrize("change", [start, AheadSteps.leave])
-def test_what_is_gone_when_it_is_heard_of_is_not_learned(steps, change):
+def test_what_is_gone_when_it_is_learned_of_has_no_kv(steps, change):
+    """Its tree is still compared, its text is known until another comes."""
+    steps.sources.lookups = [Lookup()]
     draft(steps, a_batch([3, 1]))
-    hear = steps.hear
     change(steps, 3)
-    draft(steps, a_batch([1]))
-    hear()
+    steps.lessons.learn()
     assert [slot for slot, _ in steps.sources.ssms[0].read] == [1]
-    assert list(steps.sources.notes) == [1]
+    of_texts = [slot for slot, _ in steps.sources.lookups[0].read]
+    assert of_texts == ([1] if change is start else [3, 1])
+    assert list(steps.sources.notes) == [3, 1]
 
 
 def test_a_request_that_begins_anew_has_no_tree(steps):
@@ -299,8 +306,9 @@ def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):
     # Nobody is told what prompts, or the step with them, took.
     draft(steps, a_batch([0, 3], NODES))
     draft(steps, a_batch([0, 3], NODES))
-    assert steps.budget.steps == [(8, True)]
-    assert steps.budget.drafts_timed == [(2, 20, 4, True)]
+    steps.lessons.learn()
+    assert steps.budget.steps == [(8, True)] * 2
+    assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
 
 
 def test_inside_prompts_nobody_gets_a_tree(steps):
@@ -308,7 +316,7 @@ def test_inside_prompts_nobody_gets_a_tree(steps):
     found, stats = draft(steps, a_batch([1], read={1: 0}))
     assert found.shape == (1, NODES) and steps.sizes == {} and not stats.reasons
     assert steps.sources.ssms[0].caught_up == [(1, [0, 1, 2, 3])]
-    steps.hear()
+    steps.lessons.learn()
     assert not steps.drafter.launched and not steps.drafter.num_heard
 
 
@@ -336,7 +344,8 @@ def test_a_step_without_trees_is_nobodys_to_wait_for(steps, reason, follows):
     assert found.shape == (2, NODES) and steps.sizes == {}
     assert stats.reasons == {"r3": reason, "r0": reason}
     assert [ssm.behind for ssm in steps.sources.ssms] == [[3, 0]] * 2
-    steps.hear()
+    steps.count()
+    steps.lessons.learn()
     assert steps.drafter.num_heard == 0 and not steps.drafter.launched
 
 
@@ -362,7 +371,7 @@ def test_lookups_go_on_without_ssms(steps, size):
     assert [ssm.behind for ssm in steps.sources.ssms] == [[3, 0]] * 2
     assert steps.sizes == ({"r3": 2, "r0": 2} if size else {})
     # What it would have brought is learned in any case.
-    steps.hear()
+    steps.lessons.learn()
     assert lookup.read == [(3, 23), (0, 20)]
     assert stats.reasons == ({} if size else {"r3": BUDGET, "r0": BUDGET})
     ((_, num_nodes, asks),) = steps.budget.chances
@@ -379,7 +388,7 @@ def test_lookups_go_on_without_ssms(steps, size):
 def test_lookups_hear_what_they_have_looked_up_beside_ssms(steps):
     steps.sources.lookups = [Lookup()]
     draft(steps, a_batch([3, 0]))
-    steps.hear()
+    steps.lessons.learn()
     assert steps.sources.lookups[0].read == [(3, 23), (0, 20)]
     (known,) = steps.budget.known
     assert known[0].tolist() == [-0.5, -0.5, NONE] and known.shape == (2, NODES)
@@ -392,12 +401,13 @@ def test_steps_and_drafts_that_follow_each_other_are_timed(steps):
     draft(steps, a_batch([3, 0], NODES))
     draft(steps, a_batch([3, 0]))
     draft(steps, a_batch([3, 0]))
-    # Nobody knows what ran before the first step; the last one is not yet told.
+    # Nobody knows what ran before the first step; the last two are not yet told.
     assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
-    assert steps.budget.steps == [(8, True), (8, True), (2, False)]
+    assert steps.budget.steps == [(8, True)] * 2
     start(steps, 1)
     draft(steps, a_batch([3, 0, 1]))
     draft(steps, a_batch([3, 0, 1]))
     draft(steps, a_batch([3, 0, 1]))
     # A step that a request has begun in is nobody's either.
-    assert steps.budget.steps[3:] == [(2, False), (3, False)]
+    steps.lessons.learn()
+    assert steps.budget.steps[2:] == [(2, False)] * 2 + [(3, False)] * 2

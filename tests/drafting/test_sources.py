@@ -15,6 +15,7 @@ from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
 from vllm_specinfer.tree.candidates import Candidates
@@ -211,8 +212,11 @@ def test_a_shared_node_counts_for_the_first_source():
     nodes = {tuple(tree.path(i)): i for i in range(len(tree))}
     assert set(nodes) == {(1,), (1, 2), (1, 3)}
     assert drafts.counts == [2, 1] and not drafts.reasons
-    assert sources.observe(7, [nodes[1,], nodes[1, 3]]) == [0, 1]
-    assert sources.observe(7, [nodes[1,]]) == []  # no tree stands there any more
+    sources_of = sources.sources_of_nodes()
+    sources.observe(7, [nodes[1,], nodes[1, 3]])
+    sources.observe(7, [nodes[1,]])  # no tree stands there any more
+    assert sources_of(7, [nodes[1,], nodes[1, 3]]) == [0, 1]
+    assert sources_of(7, []) == sources_of(8, []) == []
 
 
 class Stingy(Budget):
@@ -246,12 +250,13 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     lookup.predictor = Predictor()
     sources = SourceSet([lookup], [Chain([1, 2], 0.9)], SHAPE, 3, budget)
     before, states = sources.learned(), copy.deepcopy(vars(budget))
+    lessons = Lessons()
 
     class Starts(Worker):
         def compile_or_warm_up_model(self):
             budget.grows(1)
             budget.observe_step(1, 9.0, False)
-            budget.observe_draft(1, 2, 2, 7.0)
+            lessons.add(lambda: budget.observe_draft(1, 2, 2, 7.0))
             lookup.calibration.observe(2.0, 0)
             lookup.predictor.guesses.start(3)
             assert sources.learned() != before
@@ -261,8 +266,10 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
         pass
 
     worker = Started.__new__(Started)
-    worker.model_runner = SimpleNamespace(speculator=SimpleNamespace(sources=sources))
+    speculator = SimpleNamespace(sources=sources, learn=lessons.learn)
+    worker.model_runner = SimpleNamespace(speculator=speculator)
     assert worker.compile_or_warm_up_model() == "times"
+    lessons.learn()
     assert sources.learned() == before
     assert budget._plain_steps == states["_plain_steps"] == 0
     assert budget.grows(1) is LoadBudget(3).grows(1)

@@ -69,10 +69,15 @@ def call(function: Callable, argument: Any, timeout: float = 1200, **env: str) -
     except BaseException:
         # What hangs or is half done must not reach the next call.
         _shared.clear()
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_children(psutil.Process())
         raise
+
+
+def kill_children(process: psutil.Process) -> None:
+    """Kill what a process has started, and what that has started."""
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _process(env: dict[str, str]) -> ProcessPoolExecutor:
@@ -482,6 +487,8 @@ def _generate(job: dict) -> dict:
     manager = core.scheduler.kv_cache_manager
     runner = core.model_executor.driver_worker.worker.model_runner
     sources = getattr(getattr(runner, "speculator", None), "sources", None)
+    if sources:
+        runner.speculator.learn()
     result = {
         "tokens": [[list(c.token_ids) for c in o.outputs] for o in outputs],
         "texts": [[c.text for c in o.outputs] for o in outputs],

@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+import os
+import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,9 +23,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from tests.e2e.engine import _scheduling
 from tests.e2e.recorded_graphs import GRAPHS, recorded
 from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 from vllm_specinfer.cpu_worker import SpecInferCPUWorker
+from vllm_specinfer.device import Moment
 
 # Nodes of the trees that `changing_budgets` gives.
 SIZES = (5, 1, 0, 8, 2)
@@ -73,7 +77,7 @@ class StartsAsOnGPU(CPUWorker):
     @property
     def _warms_up(self) -> bool:
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
-        return self._captures and asynchronous and StartsAsOnGPU.warm_ups > 0
+        return self._captures and asynchronous and self.warm_ups > 0
 
     @property
     def _captures(self) -> bool:
@@ -98,6 +102,27 @@ class InterpretedWorker(SpecInferCPUWorker, StartsAsOnGPU):
         return available
 
 
+class InterpretedRank(InterpretedWorker):
+    """One rank of several, in a process of its own, by a clock of its own.
+
+    Attributes:
+        counts: What it has done.
+    """
+
+    warm_ups = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._path = ExitStack()  # as long as the process lives
+        self.counts = self._path.enter_context(cuda_path())
+        # An SSM's config is checked here.
+        self._path.enter_context(_scheduling(asynchronous=True))
+        seconds = random.Random(os.getpid()).random
+        self._path.enter_context(
+            mock.patch.object(Moment, "seconds_since", lambda *_: seconds())
+        )
+        super().__init__(*args, **kwargs)
+
+
 class Counts(NamedTuple):
     """What engines that take CUDA's path have done.
 
@@ -113,18 +138,21 @@ class Counts(NamedTuple):
 
 
 @contextmanager
-def cuda_path(mode: str = "FULL_DECODE_ONLY") -> Iterator[Counts]:
+def cuda_path(
+    mode: str = "FULL_DECODE_ONLY", worker: type[CPUWorker] = InterpretedWorker
+) -> Iterator[Counts]:
     """Engines of this process take CUDA's path; `interpreter.prepare` was called.
 
     Args:
         mode: Of their CUDA graphs.
+        worker: What runs.
     """
     from tests.e2e.device_guard import guarded
     from vllm_specinfer import config
 
-    worker, launches = f"{__name__}.{InterpretedWorker.__name__}", {}
+    name, launches = f"{__name__}.{worker.__name__}", {}
     with (
-        mock.patch.object(config, "CPU_WORKER", worker),
+        mock.patch.object(config, "CPU_WORKER", name),
         # vLLM's K/V write asks for it to choose its launch.
         mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)),
         graphs_in_mode(CUDAGraphMode[mode]),

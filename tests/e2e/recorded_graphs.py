@@ -142,6 +142,7 @@ def _again(outputs: Any, func: Any, args: tuple, kwargs: dict) -> None:
 def recorded() -> Iterator[None]:
     """Graphs are recorded, kernels that Triton interprets among them."""
     from triton.runtime.interpreter import InterpretedFunction
+    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.platforms.cpu import CpuPlatform
 
     recorders: list[Recorder] = []
@@ -172,6 +173,8 @@ def recorded() -> Iterator[None]:
             (InterpretedFunction, "run", launched),
             # An operator of vLLM's would hide from the recorder what it launches.
             (CpuPlatform, "opaque_attention_op", classmethod(lambda cls: False)),
+            # It asks for the communicator of a GPU.
+            (GroupCoordinator, "graph_capture", lambda self, context: ExitStack()),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         pool = mock.patch.object(

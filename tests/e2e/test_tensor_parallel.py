@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e import engine
@@ -119,3 +122,38 @@ def test_two_ranks_agree_with_each_other_and_with_plain_decoding(
     assert measured.tokens_per_step > 1.2
     accepted = sum(measured.by_source.values())
     assert measured.tokens_per_step == pytest.approx(1 + accepted)
+
+
+def test_ranks_with_other_clocks_draft_alike_ahead_of_the_host(
+    tmp_path: Path,
+) -> None:
+    """On CUDA's path, where only the first rank sends outputs."""
+    target = tiny_llama(tmp_path / "target", seed=0)
+    ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
+    output, log = tmp_path / "output.json", tmp_path / "log"
+    with log.open("w") as file:
+        run = psutil.Popen(
+            [sys.executable, "-m", "tests.e2e.interpreted_ranks", target, ssm, output],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            cwd=Path(__file__).parents[2],
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            # Ranks that part wait for each other.
+            assert run.wait(300) == 0, log.read_text()[-5000:]
+        except BaseException:
+            engine.kill_children(run)
+            run.kill()
+            raise
+    expected, texts, (first, second) = json.loads(output.read_text())
+    assert texts == expected
+    assert first["digests"] == second["digests"]
+    assert first["learned"] == second["learned"]
+    assert first["learned"]["budget"]["step"]["values"][0] > 0
+    rows = [[step.get("rows") for step in r["steps"]] for r in (first, second)]
+    assert rows[0] == rows[1]
+    ahead = [step for step in first["steps"] if step["ahead"]]
+    assert len(ahead) > 10
+    # Another rank reads what has long been there.
+    assert all(not step["launch"] and not step.get("verify") for step in ahead)

@@ -28,7 +28,7 @@ def committed_on_cpu(
     items = torch.cat([layout.key, layout.value], dim=1)
     arranged = torch.zeros_like(cache, memory_format=torch.contiguous_format)
     arranged.flatten(2)[:, :, items] = cache
-    commit_kv_ref([arranged], src, dst, "vec")
+    commit_kv_ref([arranged], src, dst, ["vec"])
     return arranged.flatten(2)[:, :, items]
 
 

@@ -1,33 +1,29 @@
-"""Laps of a device are told once it is through with them, and only those."""
+"""Laps of a device are told as lessons, and only those that nothing else was in."""
 
 import pytest
 import torch
 
 from vllm_specinfer.scheduling import device_clock
 from vllm_specinfer.scheduling.device_clock import DeviceClock
+from vllm_specinfer.scheduling.lessons import Lessons
 
 
 class Stream:
-    """A device that is told how far it is; moments are numbered from 0."""
+    """A device whose moments are numbered from 0."""
 
     def __init__(self):
-        self.num_moments, self.past = 0, -1
+        self.num_moments = 0
 
     def moment(self, device):
         number, self.num_moments = self.num_moments, self.num_moments + 1
-        return Moment(self, number)
+        return Moment(number)
 
 
 class Moment:
-    def __init__(self, stream, number):
-        self.stream, self.number = stream, number
-
-    @property
-    def is_past(self):
-        return self.number <= self.stream.past
+    def __init__(self, number):
+        self.number = number
 
     def seconds_since(self, earlier):
-        assert self.is_past and earlier.is_past
         return 10.0 * self.number - 10.0 * earlier.number
 
 
@@ -38,38 +34,38 @@ def stream(monkeypatch):
     return result
 
 
-def test_laps_are_told_in_order_when_they_are_over(stream):
-    clock, told = DeviceClock(torch.device("cpu")), []
+def test_laps_are_told_in_order_as_lessons_of_their_steps(stream):
+    lessons, told = Lessons(), []
+    clock = DeviceClock(torch.device("cpu"), lessons)
     for name in ("first", "a", "b", "c"):
         clock.lap(lambda seconds, name=name: told.append((name, seconds)))
-    clock.tell_all()
+        if name == "b":
+            lessons.end_step()
     assert not told
-    stream.past = 2
-    clock.tell_all()
-    clock.tell_all()
+    lessons.learn(in_flight=1)
     assert told == [("a", 10.0), ("b", 10.0)]
-    stream.past = 3
-    clock.tell_all()
+    lessons.learn()
     assert told[2:] == [("c", 10.0)]
 
 
 def test_what_ran_in_between_is_nobodys_lap(stream):
-    clock, told = DeviceClock(torch.device("cpu")), []
+    lessons, told = Lessons(), []
+    clock = DeviceClock(torch.device("cpu"), lessons)
     clock.lap(told.append)
     clock.restart()
     clock.lap(told.append)
-    stream.past = 9
-    clock.tell_all()
+    lessons.learn()
     assert not told
     clock.lap(told.append)
-    clock.tell_all()
+    lessons.learn()
     assert told == [10.0]
 
 
 def test_a_cpus_laps_are_its_own_time():
-    clock, told = DeviceClock(torch.device("cpu")), []
+    lessons, told = Lessons(), []
+    clock = DeviceClock(torch.device("cpu"), lessons)
     clock.lap(told.append)
     clock.lap(told.append)
-    clock.tell_all()
+    lessons.learn()
     (seconds,) = told
     assert 0 < seconds < 1

@@ -75,7 +75,7 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             self.isa, self.kv_cache_spec.dtype, self.block_size, self.head_dim
         )
         self._runs_chains = (
-            drafts_trees and layout.is_plain and extension.load() is not None
+            drafts_trees and layout.is_known and extension.load() is not None
         )
 
     def build(

@@ -34,15 +34,15 @@ class CPUCommit:
                     targets.append(root + depth)
         if sources:
             caches = [layer.kv_cache for layer in self._layers]
-            isa = self._layers[0].isa
-            commit_kv(caches, slot_mapping[sources], slot_mapping[targets], isa)
+            isas = [layer.isa for layer in self._layers]
+            commit_kv(caches, slot_mapping[sources], slot_mapping[targets], isas)
 
 
 def commit_kv(
     kv_caches: Sequence[torch.Tensor],
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
-    isa: str,
+    isas: Sequence[str],
 ) -> None:
     """Copy the K/V of slot src[i] to slot dst[i]; all are read before any is written.
 
@@ -52,7 +52,7 @@ def commit_kv(
         src_slots: [M] int64. Moves onto themselves or with a negative slot (padding)
             are skipped.
         dst_slots: [M] int64, distinct.
-        isa: `layer.isa`, which decides the caches' arrangement.
+        isas: L times `layer.isa`, which decides a cache's arrangement.
 
     Raises:
         ValueError: The caches have more than one P.
@@ -66,24 +66,27 @@ def commit_kv(
                 f"KV caches must share a block size; got {block_size} and "
                 f"{cache.shape[2]}"
             )
-    plain = all(_layout(cache, isa).is_plain for cache in kv_caches)
-    kernels = extension.load() if plain else None
+    layouts = list(map(_layout, kv_caches, isas))
+    known = all(layout.is_known for layout in layouts)
+    kernels = extension.load() if known else None
     if kernels is None:
-        commit_kv_ref(kv_caches, src_slots, dst_slots, isa)
+        commit_kv_ref(kv_caches, src_slots, dst_slots, isas)
         return
-    kernels.commit_kv(list(kv_caches), src_slots, dst_slots, block_size)
+    in_tiles = [layout.in_tiles for layout in layouts]
+    kernels.commit_kv(list(kv_caches), src_slots, dst_slots, block_size, in_tiles)
 
 
 def commit_kv_ref(
     kv_caches: Sequence[torch.Tensor],
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
-    isa: str,
+    isas: Sequence[str],
 ) -> None:
     """`commit_kv` in plain torch, for every cache layout."""
     real = (src_slots >= 0) & (dst_slots >= 0)
     src_slots, dst_slots = src_slots[real], dst_slots[real]
-    for kv_cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
+    distinct = {cache.data_ptr(): i for i, cache in enumerate(kv_caches)}.values()
+    for kv_cache, isa in ((kv_caches[i], isas[i]) for i in distinct):
         block_size = kv_cache.shape[2]
         layout = _layout(kv_cache, isa)
         # [P, 2 * D]: every item of one position, K and V.

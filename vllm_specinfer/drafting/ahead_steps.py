@@ -6,13 +6,12 @@ tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with grammars, processors that look back or draws that
 are tested, those after which the SSMs have to read what they have sat out or a prompt
 of a few tokens has ended, and of heads, which read the target's states, those with
-prompts and those that they sit out.
+prompts and those that they sit out. All ranks decide alike (`scheduling/lessons.py`).
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,10 +25,11 @@ from vllm_specinfer.device import Once, stage
 from vllm_specinfer.drafting.ahead import AheadDrafter, Found
 from vllm_specinfer.drafting.rows import root_rows
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.sources import Decision, SourceSet
+from vllm_specinfer.drafting.sources import Decision, SourceSet, first_source
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.device_clock import DeviceClock
+from vllm_specinfer.scheduling.lessons import IN_FLIGHT, Lessons
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
     MEASURING,
@@ -40,6 +40,9 @@ from vllm_specinfer.scheduling.step_stats import (
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.on_device import NO_NODE
 from vllm_specinfer.verify.sampler import looks_back
+
+# Requests that have come to a slot, and those that have gone.
+COME, GONE = 0, 1
 
 
 class Roles(NamedTuple):
@@ -77,14 +80,58 @@ class Roles(NamedTuple):
         )
 
 
+class AheadTrees:
+    """The trees of a step, which whoever asks waits for, on any thread.
+
+    Attributes:
+        found: Waits for what has been drafted.
+        slots: [R] for whom.
+        num_rows: Nodes of each tree that have rows.
+    """
+
+    def __init__(self, found: Callable[[], Found], roles: Roles, num_rows: int) -> None:
+        """Wait for nothing yet.
+
+        Args:
+            found: Waits for what has been drafted.
+            roles: For whom.
+            num_rows: Nodes of each tree that have rows.
+        """
+        self.found = Once(found)
+        self.slots, self.num_rows = roles.slots, num_rows
+        self._req_ids = roles.req_ids
+        self._places = {slot: i for i, slot in enumerate(roles.slots.tolist())}
+
+    def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
+        """As `SourceSet.sources_of_nodes`."""
+        return lambda slot, nodes: first_source(
+            self.found().given[self._places[slot]][:, nodes]
+        ).tolist()
+
+    def num_nodes(self, slot: int) -> int:
+        """Of the tree of a slot."""
+        return int(self.found().is_node[self._places[slot]].sum())
+
+    def count(self, names: Sequence[str], stats: WorkerStats) -> None:
+        """Nodes by source, and who has none."""
+        found, num_rows = self.found(), self.num_rows
+        is_node = found.is_node
+        first = first_source(found.given)[:, :num_rows][is_node[:, :num_rows]]
+        counts = np.bincount(first).tolist()
+        stats.drafted.update(dict(zip(names, counts, strict=False)))
+        if num_rows:
+            empty = np.flatnonzero(~is_node.any(axis=1)).tolist()
+            stats.reasons = {self._req_ids[i]: NO_CANDIDATES for i in empty}
+
+
 class AheadSteps:
-    """Decides and launches on the worker's thread, hears on any.
+    """Decides and launches.
 
     Attributes:
         sizes: Rows that the trees of the last batch have below their roots, by request
             id; None where the host has drafted them.
-        hear: Waits for what has been drafted last.
-        learning: Held while something is learned or decided.
+        trees: Those of them that have been launched.
+        count: Waits for them and counts them.
     """
 
     def __init__(
@@ -96,6 +143,7 @@ class AheadSteps:
         num_computed: torch.Tensor,
         tokens: Callable[[], np.ndarray],
         names: Sequence[str],
+        lessons: Lessons,
     ) -> None:
         """Draft nothing yet.
 
@@ -107,6 +155,7 @@ class AheadSteps:
             num_computed: [S] int32 tokens whose K/V there is, on the device.
             tokens: Gives [S, max_model_len] the texts as far as they are known.
             names: Of the sources.
+            lessons: Gets what steps bring.
         """
         self._drafter = drafter
         self._sources, self._budget = sources, budget
@@ -117,23 +166,20 @@ class AheadSteps:
         self._prompts = np.zeros(tokens().shape, np.int32)
         self._names = names
         self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
-        self._clock = DeviceClock(num_computed.device)
-        # By slot how many requests have come and gone.
-        self._changes = np.zeros(len(num_computed), np.int64)
+        self._lessons = lessons
+        self._clock = DeviceClock(num_computed.device, lessons)
+        # [2, S] how many requests have come to each slot and gone.
+        self._changes = np.zeros((2, len(num_computed)), np.int64)
         self._any_started = False
-        self.sizes: dict[str, int] | None = None
-        self.hear: Callable[[], None] = _nothing
-        self.learning = threading.Lock()
-        # By slot: nodes of the tree that was heard of last.
-        self._num_nodes: dict[int, int] = {}
+        self.stop()
 
     def leave(self, slot: int) -> None:
         """A request has left its slot, and its blocks may soon be another's."""
-        self._changes[slot] += 1
+        self._changes[GONE, slot] += 1
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; it has no tree."""
-        self._changes[slot] += 1
+        self._changes[COME, slot] += 1
         self._any_started = True
         prompt = request.prefill_token_ids
         self._prompts[slot, : len(prompt)] = prompt
@@ -141,9 +187,14 @@ class AheadSteps:
             self.sizes.pop(request.req_id, None)
 
     def stop(self) -> None:
-        """The host drafts for this step; it has heard everything."""
-        self.sizes, self.hear = None, _nothing
+        """The host drafts for this step."""
+        self.sizes: dict[str, int] | None = None
+        self._draft_none()
         self._clock.restart()
+
+    def _draft_none(self) -> None:
+        self.trees: AheadTrees | None = None
+        self.count: Callable[[], None] = lambda: None
 
     def takes(self, batch: InputBatch) -> bool:
         """Whether a step may be drafted for ahead."""
@@ -180,32 +231,35 @@ class AheadSteps:
             states to keep.
         """
         roles = Roles.of(batch)
-        with self.learning:
-            self._time_step(batch)
-            follows = self._drafter.follows(roles.decoding)
-            decided = self._decided(batch, roles, most, follows)
-            if decided.asks and follows and len(roles.prompts):
-                self._read(roles.prompts, roles.ends)
-                follows = self._drafter.follows(roles.slots)
-            if not follows if decided.asks else self._reads_states:
-                return decided
-            self.hear = _nothing
-            num_nodes = 0
-            looks_up = decided.grows and self._sources.lookups
-            if len(roles.slots) and (decided.asks or looks_up):
-                num_nodes = self._budget.nodes(len(roles.slots), most, decided.asks)
-                self.hear = self._launch(
-                    roles, num_new, states, num_nodes, stats, decided.asks
-                )
-            if not decided.asks:
-                for source in self._sources.ssms:
-                    source.ssm.fall_behind(batch.idx_mapping_np)
-            self.sizes = {}
-            if num_nodes:
-                self.sizes = dict.fromkeys(roles.req_ids, num_nodes)
-            else:
-                reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
-                stats.reasons = dict.fromkeys(roles.req_ids, reason)
+        self._time_step(batch)
+        self._lessons.learn(IN_FLIGHT)
+        follows = self._drafter.follows(roles.decoding)
+        decided = self._decided(batch, roles, most, follows)
+        if decided.asks and follows and len(roles.prompts):
+            self._read(roles.prompts, roles.ends)
+            follows = self._drafter.follows(roles.slots)
+        if not follows if decided.asks else self._reads_states:
+            return decided
+        self._lessons.end_step()
+        self._draft_none()
+        num_nodes = 0
+        looks_up = decided.grows and self._sources.lookups
+        if len(roles.slots) and (decided.asks or looks_up):
+            num_nodes = self._budget.nodes(len(roles.slots), most, decided.asks)
+            found = self._launched(roles, num_new, states, decided.asks)
+            self.trees = trees = AheadTrees(found, roles, num_nodes)
+            self.count = Once(lambda: trees.count(self._names, stats))
+            changes = self._changes[:, roles.slots]
+            self._lessons.add(lambda: self._learn(trees, changes, decided.asks))
+        if not decided.asks:
+            for source in self._sources.ssms:
+                source.ssm.fall_behind(batch.idx_mapping_np)
+        self.sizes = {}
+        if num_nodes:
+            self.sizes = dict.fromkeys(roles.req_ids, num_nodes)
+        else:
+            reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
+            stats.reasons = dict.fromkeys(roles.req_ids, reason)
         return self._drafter.buffers.tokens[batch.idx_mapping]
 
     def plan(self, batch: InputBatch) -> DevicePlan | None:
@@ -214,10 +268,6 @@ class AheadSteps:
             return None
         has_tree = np.array([req_id in self.sizes for req_id in batch.req_ids])
         return DevicePlan.of(batch, has_tree, self._drafter.buffers, self._num_computed)
-
-    def num_nodes(self, slot: int, scheduled: int) -> int:
-        """How many of so many rows were nodes of the tree that was heard of last."""
-        return min(scheduled, self._num_nodes.get(slot, scheduled))
 
     def _decided(
         self, batch: InputBatch, roles: Roles, most: int, follows: bool
@@ -256,50 +306,27 @@ class AheadSteps:
         """The step's verification has been launched."""
         budget, num_rows = self._budget, batch.num_tokens
         trees = num_rows > batch.num_reqs
-        self._clock.tell_all()
         if self._any_started or batch.has_prefill:
             # The device may have waited for a request; prompts take their own time.
             self._clock.restart()
         self._any_started = False
         self._clock.lap(lambda seconds: budget.observe_step(num_rows, seconds, trees))
 
-    def _launch(
+    def _launched(
         self,
         roles: Roles,
         num_new: torch.Tensor,
         states: TargetStates | None,
-        num_nodes: int,
-        stats: WorkerStats,
         asks: bool,
-    ) -> Once[None]:
-        slots, req_ids = roles.slots, roles.req_ids
-        if asks:
-            if len(roles.prompts):
-                num_new = num_new[stage(num_new.device, roles.growing)[0]]
-            wait = self._ask(slots, num_new, states)
-        else:
-            wait = self._drafter.look_up(slots)
+    ) -> Callable[[], Found]:
+        """What waits for the trees of SSMs and lookups, or of lookups alone."""
+        if not asks:
+            found = self._drafter.look_up(roles.slots)
             self._clock.lap(lambda seconds: None)  # next to nothing
-        changes = self._changes[slots]
-
-        def heard() -> None:
-            found = wait()
-            with self.learning:
-                alive = np.flatnonzero(self._changes[slots] == changes).tolist()
-                self._learn(found, slots, alive, num_nodes, asks)
-                sizes = found.is_node.sum(axis=1)
-                for i in alive:
-                    self._num_nodes[int(slots[i])] = int(sizes[i])
-                first = np.isfinite(found.given).argmax(axis=1)
-                counts = np.bincount(first[:, :num_nodes][found.is_node[:, :num_nodes]])
-                stats.drafted.update(
-                    dict(zip(self._names, counts.tolist(), strict=False))
-                )
-                if num_nodes:
-                    empty = np.flatnonzero(sizes == 0).tolist()
-                    stats.reasons = {req_ids[i]: NO_CANDIDATES for i in empty}
-
-        return Once(heard)
+            return found
+        if len(roles.prompts):
+            num_new = num_new[stage(num_new.device, roles.growing)[0]]
+        return self._ask(roles.slots, num_new, states)
 
     def _ask(
         self, slots: np.ndarray, num_new: torch.Tensor, states: TargetStates | None
@@ -318,18 +345,20 @@ class AheadSteps:
         )
         return wait
 
-    def _learn(
-        self,
-        found: Found,
-        slots: np.ndarray,
-        alive: list[int],
-        num_nodes: int,
-        asks: bool,
-    ) -> None:
-        """What has been found is told to sources and budget."""
+    def _learn(self, trees: AheadTrees, changes: np.ndarray, asks: bool) -> None:
+        """What has been found is told to sources and budget.
+
+        Args:
+            trees: What has been found.
+            changes: [2, R] how many requests had come to their slots and gone.
+            asks: The SSMs were asked.
+        """
+        found, slots, num_nodes = trees.found(), trees.slots, trees.num_rows
+        same = self._changes[:, slots] == changes
+        alive = np.flatnonzero(same.all(axis=0)).tolist()
         tokens, lookups = self._tokens(), self._sources.lookups
         for source in lookups:
-            for i in alive:
+            for i in np.flatnonzero(same[COME]).tolist():
                 text = tokens[slots[i], : found.lengths[i]]
                 source.has_read(int(slots[i]), text)
         ssms = self._sources.ssms if asks else []
@@ -338,17 +367,14 @@ class AheadSteps:
             for i in alive:
                 slot = int(slots[i])
                 source.ssm.has_read(slot, int(found.lengths[i]), tokens[slot])
-        for i in alive:
+        for slot, parents, given in zip(
+            slots.tolist(), found.parents.copy(), found.given.copy(), strict=True
+        ):
             # Nodes without a row were never tested.
-            parents, given = found.parents[i].copy(), found.given[i].copy()
             parents[num_nodes:] = NO_NODE
             given[:, num_nodes:] = -np.inf
-            self._sources.note_found(int(slots[i]), parents, given)
+            self._sources.note_found(slot, parents, given)
         self._budget.observe_chances(found.scores, num_nodes, asks)
         if lookups:
             known = found.given[:, : len(lookups)].max(axis=1)
             self._budget.observe_known(-np.sort(-known, axis=1))
-
-
-def _nothing() -> None:
-    pass

@@ -7,7 +7,7 @@ candidates per request.
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -207,7 +207,7 @@ class SourceSet:
         return Drafts(
             trees,
             self._draws(proposals, columns, trees),
-            np.bincount(_first_source(given)[trees.tokens != NO_TOKEN]).tolist(),
+            np.bincount(first_source(given)[trees.tokens != NO_TOKEN]).tolist(),
             self._reasons(trees, union.scores, most, grows, asks),
         )
 
@@ -222,18 +222,22 @@ class SourceSet:
         nothing_seen = np.zeros((len(parents), 0))
         self._given[slot] = parents, given, [nothing_seen] * len(given)
 
-    def observe(self, slot: int, accepted: list[int]) -> list[int]:
-        """Of the slot's last tree these nodes were accepted.
+    def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
+        """Gives the source of each of these nodes of a slot's last tree, as of now."""
+        trees = dict(self._given)
 
-        Returns:
-            The source of each of them.
-        """
+        def sources_of(slot: int, nodes: list[int]) -> list[int]:
+            return first_source(trees[slot][1][:, nodes]).tolist() if nodes else []
+
+        return sources_of
+
+    def observe(self, slot: int, accepted: list[int]) -> None:
+        """Of the slot's last tree these nodes were accepted."""
         if slot not in self._given:
-            return []
+            return
         parents, scores, features = self._given.pop(slot)
         if self._budget.learns:
             self._calibrate(slot, parents, scores, features, accepted)
-        return _first_source(scores[:, accepted]).tolist()
 
     def _calibrate(
         self,
@@ -389,6 +393,6 @@ class SourceSet:
         return draws
 
 
-def _first_source(given: np.ndarray) -> np.ndarray:
+def first_source(given: np.ndarray) -> np.ndarray:
     """[..., N] the first source of each node, by the scores [..., Q, N] they gave."""
     return np.isfinite(given).argmax(axis=-2)

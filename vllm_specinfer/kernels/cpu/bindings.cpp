@@ -21,7 +21,7 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
                     const Tensor& seq_lens, const Tensor& is_tree,
                     const Tensor& context_lens, const Tensor& ancestor_bits,
                     double scale, double softcap, const std::optional<Tensor>& sinks,
-                    double k_scale, double v_scale) {
+                    double k_scale, double v_scale, bool in_tiles) {
   const int64_t R = is_tree.size(0), D = query.size(2);
   const auto type = query.scalar_type();
   for (const Tensor* t : {&block_table, &query_start_loc, &seq_lens, &context_lens})
@@ -60,8 +60,9 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
       is_tree.const_data_ptr<bool>(), block_table.stride(0), (int)R,
       (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)), (int)D,
       (int)kv_cache.size(2)};
-  auto run = [&]<class T, class K>(T* output, const K* cache) {
-    tree::Step<T, K> step{
+  auto run_on = [&]<template <class> class M, class T, class K>(T* output,
+                                                                const K* cache) {
+    tree::Step<T, K, M> step{
         batch, query.const_data_ptr<T>(), cache, output,
         ancestor_bits.const_data_ptr<int64_t>(),
         sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
@@ -70,6 +71,14 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
         (float)(scale * k_scale), (float)softcap, (float)v_scale};
     pybind11::gil_scoped_release no_gil;
     tree::run(step);
+  };
+  auto run = [&]<class T, class K>(T* output, const K* cache) {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (in_tiles) return run_on.template operator()<tree::Tiles>(output, cache);
+#endif
+    TORCH_CHECK(!in_tiles, "only queries of bfloat16 have K/V in tiles");
+    run_on.template operator()<tree::Rows>(output, cache);
   };
   auto run_as = [&]<class T>(T* output) {
     if (cache_type == at::kFloat8_e4m3fn)
@@ -88,7 +97,8 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
 }
 
 void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
-               const Tensor& dst_slots, int64_t block_size) {
+               const Tensor& dst_slots, int64_t block_size,
+               const std::vector<bool>& in_tiles) {
   TORCH_CHECK(src_slots.scalar_type() == at::kLong && src_slots.is_contiguous() &&
                   dst_slots.scalar_type() == at::kLong && dst_slots.is_contiguous() &&
                   src_slots.numel() == dst_slots.numel(),
@@ -109,7 +119,8 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   if (moves.empty()) return;
   std::vector<commit::Cache> caches;
   std::unordered_set<const void*> seen;
-  for (const Tensor& t : kv_caches) {
+  for (size_t i = 0; i < kv_caches.size(); ++i) {
+    const Tensor& t = kv_caches[i];
     TORCH_CHECK(t.dim() == 4 && t.size(2) == block_size && t.stride(3) == 1 &&
                     t.stride(2) == t.size(3) &&
                     (t.element_size() <= 2 || t.element_size() == 4),
@@ -118,7 +129,8 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
     if (!seen.insert(t.data_ptr()).second) continue;
     const int64_t item = t.element_size();
     caches.push_back({(char*)t.data_ptr(), t.stride(0) * item, t.stride(1) * item,
-                      (int)t.size(1), (int)t.size(3) / 2, (int)block_size, (int)item});
+                      (int)t.size(1), (int)t.size(3) / 2, (int)block_size, (int)item,
+                      in_tiles.at(i)});
   }
   pybind11::gil_scoped_release no_gil;
   commit::run(caches, moves);

@@ -5,6 +5,7 @@ The page belongs to the kernel that reads it (`layer.isa`), so the arrangement i
 found by writing numbers through vLLM's own `cpu_attn_reshape_and_cache`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +14,9 @@ from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+# Columns of a tile that AMX multiplies.
+_TILE = 16
 
 # Every dtype of the cache holds integers below these exactly.
 _DIGIT, _FP8_DIGIT = 128, 16
@@ -25,13 +29,15 @@ class PageLayout:
     Attributes:
         key: [P, D] int64 index of each K item.
         value: [P, D] int64 index of each V item.
-        is_plain: K is stored as [D, P], then V as [P, D]; the C++ kernels read only
-            this.
+        is_known: K is stored as [D, P], then V as [P, D]; the C++ kernels read only
+            this, row by row or in tiles.
+        in_tiles: Both in tiles of 16 columns, [D / 2, 16, 2] and [P / 2, 16, 2].
     """
 
     key: torch.Tensor
     value: torch.Tensor
-    is_plain: bool
+    is_known: bool
+    in_tiles: bool
 
 
 @cache
@@ -82,14 +88,24 @@ def page_layout(
             f"arrangement for {dtype}, block size {block_size}, head {head_size}"
         )
     key, value = index.view(2, block_size, head_size)
-    plain = torch.arange(half)
-    is_plain = torch.equal(key, plain.view(head_size, block_size).T) and torch.equal(
-        value, plain.view(block_size, head_size) + half
-    )
-    if not is_plain:
+    shapes = (head_size, block_size), (block_size, head_size)
+
+    def lies(place: Callable[[int, int], torch.Tensor]) -> bool:
+        of_key, of_value = (place(n, m) for n, m in shapes)
+        return torch.equal(key, of_key.T) and torch.equal(value, of_value + half)
+
+    in_tiles = lies(_in_tiles)
+    is_known = in_tiles or lies(lambda n, m: torch.arange(n * m).view(n, m))
+    if not is_known:
         logger.warning(
             "The C++ kernels of specinfer do not know the KV layout of isa %s: tree "
             "attention and the KV commit run in plain torch, which is slower.",
             isa,
         )
-    return PageLayout(key, value, is_plain)
+    return PageLayout(key, value, is_known, in_tiles)
+
+
+def _in_tiles(n: int, m: int) -> torch.Tensor:
+    """[n, m] where a matrix has its items if it lies in tiles."""
+    tiles = torch.arange(n * m).view(m // _TILE, n // 2, _TILE, 2)
+    return tiles.permute(1, 3, 0, 2).reshape(n, m)

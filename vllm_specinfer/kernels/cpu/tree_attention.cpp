@@ -2,13 +2,15 @@
 //
 // Legend: R requests, T query rows of the step, N rows of one request, H query heads,
 // G query heads per KV head, M = N * G rows that share one KV head, D head size.
-// A (block, KV head) page holds K as [D, block_size], then V as [block_size, D].
+// A (block, KV head) page holds K as [D, block_size], then V as [block_size, D], each
+// row by row or, where vLLM's own kernel multiplies in tiles (AMX), as `Tiles`.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention_plan.cpp"
@@ -22,20 +24,55 @@ constexpr int kMaxRows = kLanes / 2;  // by 2: the sums fill half of the registe
 
 constexpr int kTile = 128;           // KV positions per softmax update
 
+// A matrix that lies row by row, `step` apart.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t step;
+  void two(int row, int col, Vec& first, Vec& second) const {
+    first = one(row, col);
+    second = one(row + 1, col);
+  }
+  Vec one(int row, int col) const { return load(data + row * step + col); }
+};
+
+// A matrix in tiles of 16 columns, `step` apart, of which rows 2i and 2i + 1 take turns.
+template <class T>
+struct Tiles {
+  const T* data;
+  int64_t step;
+  void two(int row, int col, Vec& first, Vec& second) const {
+    load_pairs(data + col / kLanes * step + row * kLanes, first, second);
+  }
+  Vec one(int row, int col) const {
+    Vec first, second;
+    two(row, col, first, second);
+    return first;
+  }
+};
+
 // C[R, n] = alpha[R] * C + A[R, k] @ B[k, n], V vectors of columns at a time.
-template <int R, int V, class T>
-inline int gemm_columns(int col, int n, const float* a, int lda, const T* b,
-                        int64_t ldb, float* c, int ldc, int k, const float* alpha) {
+template <int R, int V, class B>
+inline int gemm_columns(int col, int n, const float* a, int lda, const B& b, float* c,
+                        int ldc, int k, const float* alpha) {
   for (; col + V * kLanes <= n; col += V * kLanes) {
     Vec acc[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v)
         acc[r][v] =
             alpha ? load(c + r * ldc + col + v * kLanes) * alpha[r] : Vec{};
-    const T* row = b + col;
-    for (int i = 0; i < k; ++i, row += ldb) {
-      Vec x[V];
-      for (int v = 0; v < V; ++v) x[v] = load(row + v * kLanes);
+    Vec x[V], y[V];
+    int i = 0;
+    for (; i + 1 < k; i += 2) {
+      for (int v = 0; v < V; ++v) b.two(i, col + v * kLanes, x[v], y[v]);
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) {
+          acc[r][v] += x[v] * a[r * lda + i];
+          acc[r][v] += y[v] * a[r * lda + i + 1];
+        }
+    }
+    if (i < k) {
+      for (int v = 0; v < V; ++v) x[v] = b.one(i, col + v * kLanes);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) acc[r][v] += x[v] * a[r * lda + i];
     }
@@ -44,32 +81,34 @@ inline int gemm_columns(int col, int n, const float* a, int lda, const T* b,
   }
   return col;
 }
-template <int R, class T>
-void gemm_rows(const float* a, int lda, const T* b, int64_t ldb, float* c, int ldc,
-               int k, int n, const float* alpha) {
+template <int R, class B>
+void gemm_rows(const float* a, int lda, const B& b, float* c, int ldc, int k, int n,
+               const float* alpha) {
   // Few rows need more columns in flight to hide the latency of multiply-add.
-  int col = gemm_columns<R, (R <= 4 ? 4 : 2)>(0, n, a, lda, b, ldb, c, ldc, k, alpha);
-  gemm_columns<R, 1>(col, n, a, lda, b, ldb, c, ldc, k, alpha);
+  int col = gemm_columns<R, (R <= 4 ? 4 : 2)>(0, n, a, lda, b, c, ldc, k, alpha);
+  gemm_columns<R, 1>(col, n, a, lda, b, c, ldc, k, alpha);
 }
-template <class T, class... Args>
+template <class... Args>
 void gemm(int rows, Args... args) {
   switch (rows) {
-    case 1: return gemm_rows<1, T>(args...);
-    case 2: return gemm_rows<2, T>(args...);
-    case 3: return gemm_rows<3, T>(args...);
-    case 4: return gemm_rows<4, T>(args...);
+    case 1: return gemm_rows<1>(args...);
+    case 2: return gemm_rows<2>(args...);
+    case 3: return gemm_rows<3>(args...);
+    case 4: return gemm_rows<4>(args...);
 #ifdef __AVX512F__
-    case 5: return gemm_rows<5, T>(args...);
-    case 6: return gemm_rows<6, T>(args...);
-    case 7: return gemm_rows<7, T>(args...);
-    case 8: return gemm_rows<8, T>(args...);
+    case 5: return gemm_rows<5>(args...);
+    case 6: return gemm_rows<6>(args...);
+    case 7: return gemm_rows<7>(args...);
+    case 8: return gemm_rows<8>(args...);
 #endif
   }
 }
 
-// Queries and output of type T, a cache of type K: T's or one of eight bits.
-template <class T, class K>
+// Queries and output of type T, a cache of type K: T's or one of eight bits, its K and V
+// as matrices of type M.
+template <class T, class K, template <class> class M>
 struct Step : Batch {
+  using Matrix = M<K>;
   const T* query;  // [T, H, D]
   const K* cache;  // [B, Hkv, 2 * block_size * D]
   T* out;          // [T, H, D]
@@ -79,6 +118,19 @@ struct Step : Batch {
   int64_t cache_block, cache_head, bits_row;
   int num_words;
   float scale, softcap, value_scale;
+
+  // K [D, positions] and V [positions, D] of a page from this position on.
+  Matrix keys(const K* page, int offset) const {
+    if constexpr (std::is_same_v<Matrix, Tiles<K>>)
+      return {page + offset * head_size, (int64_t)kLanes * head_size};
+    return {page + offset, (int64_t)block_size};
+  }
+  Matrix values(const K* page, int offset) const {
+    page += block_size * head_size;
+    if constexpr (std::is_same_v<Matrix, Tiles<K>>)
+      return {page + offset * kLanes, (int64_t)kLanes * block_size};
+    return {page + offset * head_size, (int64_t)head_size};
+  }
 };
 
 // Bit i is set if the row sees position `position + i`; none do beyond the sequence.
@@ -94,8 +146,8 @@ inline uint32_t visible(const int64_t* words, int num_words, int position,
   return (uint32_t)(bits << lead) | ((1u << lead) - 1);
 }
 
-template <class T, class K>
-void attend(const Step<T, K>& s, const Item& item, const Unit* units, State state,
+template <class T, class K, template <class> class M>
+void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State state,
             float* query) {
   const Unit& leader = *units;
   const int first_row = s.query_start_loc[leader.req];
@@ -127,16 +179,14 @@ void attend(const Step<T, K>& s, const Item& item, const Unit* units, State stat
     const int width = (n + kLanes - 1) / kLanes * kLanes;
     const K* page = s.cache + table[t / s.block_size] * s.cache_block +
                     leader.kv_head * s.cache_head;
-    const K* keys = page + offset;                         // [D, block_size]
-    const K* values = page + (s.block_size + offset) * D;  // [n, D]
+    const auto keys = s.keys(page, offset), values = s.values(page, offset);
     // Never where there are several units: those end before any request's tree.
     const bool masked = t + n > context || n < width;
 
     for (int g = 0; g < groups; ++g) {
       const int m0 = item.rows * g / groups;
       const int rows = item.rows * (g + 1) / groups - m0;
-      gemm<K>(rows, query + m0 * D, D, keys, (int64_t)s.block_size, scores, kTile, D,
-              width, nullptr);
+      gemm(rows, query + m0 * D, D, keys, scores, kTile, D, width, nullptr);
       for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
         if (s.softcap)
@@ -172,15 +222,14 @@ void attend(const Step<T, K>& s, const Item& item, const Unit* units, State stat
         float& total = state.sum[m0 + r];
         total = total * alpha[r] + reduce_add(sum);
       }
-      gemm<K>(rows, scores, kTile, values, (int64_t)D, state.out + m0 * D, D, n, D,
-              alpha);
+      gemm(rows, scores, kTile, values, state.out + m0 * D, D, n, D, alpha);
     }
   }
 }
 
 // Join the parts of some rows and write them.
-template <class T, class K>
-void finish(const Step<T, K>& s, const Unit& unit, const Part* parts, float* states) {
+template <class T, class K, template <class> class M>
+void finish(const Step<T, K, M>& s, const Unit& unit, const Part* parts, float* states) {
   const int first_row = s.query_start_loc[unit.req];
   const int count = unit.count, D = s.head_size;
   std::vector<float> weight(count);
@@ -207,8 +256,8 @@ void finish(const Step<T, K>& s, const Unit& unit, const Part* parts, float* sta
   }
 }
 
-template <class T, class K>
-void run(const Step<T, K>& s) {
+template <class T, class K, template <class> class M>
+void run(const Step<T, K, M>& s) {
   const Plan plan = make_plan(s);
   if (plan.items.empty()) return;
   static thread_local std::vector<float> states;

@@ -45,7 +45,7 @@ def tree_attention(
         v_scale: What its V are to be multiplied by.
     """
     layout = page_layout(isa, kv_cache.dtype, kv_cache.shape[2], query.shape[2])
-    kernels = extension.load() if layout.is_plain else None
+    kernels = extension.load() if layout.is_known else None
     if kernels is None:
         tree_attention_ref(
             query,
@@ -78,6 +78,7 @@ def tree_attention(
         sinks,
         k_scale,
         v_scale,
+        layout.in_tiles,
     )
 
 

@@ -90,15 +90,31 @@ inline Vec load(const c10::Half* p) {
 }
 // Eight bits are the upper ones of a half: e5m2 as they are, e4m3 with an exponent that
 // is 8 too small and a bit further down.
-inline HVec load_bytes(const void* p) {
+inline Vec from_bytes(HVec b, c10::Float8_e5m2) { return from_half(b << 8); }
+inline Vec from_bytes(HVec b, c10::Float8_e4m3fn) {
+  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7);
+}
+template <class T>
+  requires(sizeof(T) == 1)
+inline Vec load(const T* p) {
   BVec b;
   std::memcpy(&b, p, sizeof b);
-  return __builtin_convertvector(b, HVec);
+  return from_bytes(__builtin_convertvector(b, HVec), T());
 }
-inline Vec load(const c10::Float8_e5m2* p) { return from_half(load_bytes(p) << 8); }
-inline Vec load(const c10::Float8_e4m3fn* p) {
-  const HVec b = load_bytes(p);
-  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7);
+// Two vectors whose numbers take turns.
+inline void load_pairs(const c10::BFloat16* p, Vec& first, Vec& second) {
+  IVec both;
+  std::memcpy(&both, p, sizeof both);
+  first = (Vec)(both << 16);
+  second = (Vec)(both & (int32_t)0xffff0000);
+}
+template <class T>
+  requires(sizeof(T) == 1)
+inline void load_pairs(const T* p, Vec& first, Vec& second) {
+  HVec both;
+  std::memcpy(&both, p, sizeof both);
+  first = from_bytes(both & 0xff, T());
+  second = from_bytes(both >> 8, T());
 }
 // What `load` makes of a number times this is the number.
 template <class T>
