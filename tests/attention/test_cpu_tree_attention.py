@@ -328,8 +328,9 @@ def test_pages_in_tiles_are_read_alike(
     monkeypatch.setattr(
         sys.modules[tree_attention.__module__], "page_layout", lambda *_: tiles
     )
-    assert torch.equal(batch.run(), expected)
-    assert_close(batch.run(tree_attention_ref), batch.expected())
+    for kernel in KERNELS:
+        assert_close(batch.run(kernel), batch.expected())
+    assert cache_dtype == "auto" or torch.equal(batch.run(), expected)
 
 
 @pytest.mark.skipif(

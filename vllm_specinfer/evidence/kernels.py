@@ -31,6 +31,7 @@ class Pages:
     def __init__(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Random K and V, not written yet."""
         current_platform.import_kernels()
+        torch.cpu._init_amx()  # in an engine its first product of bfloat16 does
         self.isa = _get_attn_isa(dtype, BLOCK_SIZE, HEAD_SIZE)
         pages = (num_blocks, NUM_KV_HEADS)
         self.cache = torch.zeros(*pages, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype)

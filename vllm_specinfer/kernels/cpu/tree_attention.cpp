@@ -14,101 +14,21 @@
 #include <vector>
 
 #include "attention_plan.cpp"
-#include "vectors.cpp"
+#include "matrices.cpp"
 
 namespace tree {
 
+using namespace matrices;
 using namespace vectors;
 
-constexpr int kMaxRows = kLanes / 2;  // by 2: the sums fill half of the registers
-
-constexpr int kTile = 128;           // KV positions per softmax update
-
-// A matrix that lies row by row, `step` apart.
-template <class T>
-struct Rows {
-  const T* data;
-  int64_t step;
-  void two(int row, int col, Vec& first, Vec& second) const {
-    first = one(row, col);
-    second = one(row + 1, col);
-  }
-  Vec one(int row, int col) const { return load(data + row * step + col); }
-};
-
-// A matrix in tiles of 16 columns, `step` apart, of which rows 2i and 2i + 1 take turns.
-template <class T>
-struct Tiles {
-  const T* data;
-  int64_t step;
-  void two(int row, int col, Vec& first, Vec& second) const {
-    load_pairs(data + col / kLanes * step + row * kLanes, first, second);
-  }
-  Vec one(int row, int col) const {
-    Vec first, second;
-    two(row, col, first, second);
-    return first;
-  }
-};
-
-// C[R, n] = alpha[R] * C + A[R, k] @ B[k, n], V vectors of columns at a time.
-template <int R, int V, class B>
-inline int gemm_columns(int col, int n, const float* a, int lda, const B& b, float* c,
-                        int ldc, int k, const float* alpha) {
-  for (; col + V * kLanes <= n; col += V * kLanes) {
-    Vec acc[R][V];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v)
-        acc[r][v] =
-            alpha ? load(c + r * ldc + col + v * kLanes) * alpha[r] : Vec{};
-    Vec x[V], y[V];
-    int i = 0;
-    for (; i + 1 < k; i += 2) {
-      for (int v = 0; v < V; ++v) b.two(i, col + v * kLanes, x[v], y[v]);
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) {
-          acc[r][v] += x[v] * a[r * lda + i];
-          acc[r][v] += y[v] * a[r * lda + i + 1];
-        }
-    }
-    if (i < k) {
-      for (int v = 0; v < V; ++v) x[v] = b.one(i, col + v * kLanes);
-      for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) acc[r][v] += x[v] * a[r * lda + i];
-    }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) store(c + r * ldc + col + v * kLanes, acc[r][v]);
-  }
-  return col;
-}
-template <int R, class B>
-void gemm_rows(const float* a, int lda, const B& b, float* c, int ldc, int k, int n,
-               const float* alpha) {
-  // Few rows need more columns in flight to hide the latency of multiply-add.
-  int col = gemm_columns<R, (R <= 4 ? 4 : 2)>(0, n, a, lda, b, c, ldc, k, alpha);
-  gemm_columns<R, 1>(col, n, a, lda, b, c, ldc, k, alpha);
-}
-template <class... Args>
-void gemm(int rows, Args... args) {
-  switch (rows) {
-    case 1: return gemm_rows<1>(args...);
-    case 2: return gemm_rows<2>(args...);
-    case 3: return gemm_rows<3>(args...);
-    case 4: return gemm_rows<4>(args...);
-#ifdef __AVX512F__
-    case 5: return gemm_rows<5>(args...);
-    case 6: return gemm_rows<6>(args...);
-    case 7: return gemm_rows<7>(args...);
-    case 8: return gemm_rows<8>(args...);
-#endif
-  }
-}
+constexpr int kTile = 128;  // KV positions per softmax update
 
 // Queries and output of type T, a cache of type K: T's or one of eight bits, its K and V
 // as matrices of type M.
 template <class T, class K, template <class> class M>
 struct Step : Batch {
   using Matrix = M<K>;
+  using Factor = typename Matrix::Factor;
   const T* query;  // [T, H, D]
   const K* cache;  // [B, Hkv, 2 * block_size * D]
   T* out;          // [T, H, D]
@@ -148,7 +68,10 @@ inline uint32_t visible(const int64_t* words, int num_words, int position,
 
 template <class T, class K, template <class> class M>
 void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State state,
-            float* query) {
+            typename M<K>::Factor* query) {
+  using Factor = typename M<K>::Factor;
+  constexpr int kMaxRows = M<K>::kMaxRows;
+  constexpr bool kScalesLater = !std::is_same_v<Factor, float>;  // without rounding
   const Unit& leader = *units;
   const int first_row = s.query_start_loc[leader.req];
   const int D = s.head_size, context = s.context_lens[leader.req];
@@ -158,13 +81,14 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
   IVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
 
-  float* to = query;
+  Factor* to = query;
   for (const Unit* u = units; u < units + item.count; ++u)
     for (int m = u->begin_row; m < u->begin_row + u->rows; ++m, to += D) {
       const T* q = s.query +
                    (s.query_start_loc[u->req] + m / s.group) * s.query_row +
                    (u->kv_head * s.group + m % s.group) * s.query_head;
-      for (int d = 0; d < D; d += kLanes) store(to + d, load(q + d) * scale);
+      for (int d = 0; d < D; d += kLanes)
+        store(to + d, kScalesLater ? load(q + d) : load(q + d) * scale);
     }
   std::fill(state.out, state.out + item.rows * D, 0.0f);
   std::fill(state.max, state.max + item.rows, -1e30f);  // finite: inf - inf is NaN
@@ -173,6 +97,7 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
   const int groups = (item.rows + kMaxRows - 1) / kMaxRows;
   alignas(64) float scores[kMaxRows * kTile];
   alignas(64) float alpha[kLanes] = {};
+  alignas(64) Factor weights[kMaxRows * kTile] = {};
   for (int t = item.begin, n; t < item.end; t += n) {
     const int offset = t % s.block_size;
     n = std::min({kTile, s.block_size - offset, item.end - t});
@@ -189,6 +114,8 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
       gemm(rows, query + m0 * D, D, keys, scores, kTile, D, width, nullptr);
       for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
+        for (int i = 0; kScalesLater && i < width; i += kLanes)
+          store(x + i, load(x + i) * scale);
         if (s.softcap)
           for (int i = 0; i < width; i += kLanes)
             store(x + i, tanh(load(x + i)) * (s.softcap * log2e));
@@ -212,17 +139,16 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
       }
       store(alpha, exp2(load(alpha)));
       for (int r = 0; r < rows; ++r) {
-        float* x = scores + r * kTile;
         Vec sum{};
         for (int i = 0; i < width; i += kLanes) {
-          Vec p = exp2(load(x + i) - state.max[m0 + r]);
-          store(x + i, p);
+          Vec p = exp2(load(scores + r * kTile + i) - state.max[m0 + r]);
+          store(weights + r * kTile + i, p);
           sum += p;
         }
         float& total = state.sum[m0 + r];
         total = total * alpha[r] + reduce_add(sum);
       }
-      gemm(rows, scores, kTile, values, state.out + m0 * D, D, n, D, alpha);
+      gemm(rows, weights, kTile, values, state.out + m0 * D, D, n, D, alpha);
     }
   }
 }
@@ -268,9 +194,11 @@ void run(const Step<T, K, M>& s) {
   std::atomic<int> next{0};
 #pragma omp parallel num_threads(plan.threads) if (plan.threads > 1)
   {
-    static thread_local std::vector<float> query;
-    if ((int)query.size() < plan.max_rows * s.head_size)
-      query.resize(plan.max_rows * s.head_size);
+    static thread_local std::vector<typename M<K>::Factor> query;
+    // Of the last rows as many are read as there may be at once.
+    const size_t size = (plan.max_rows + M<K>::kMaxRows) * s.head_size;
+    if (query.size() < size) query.resize(size);
+    M<K>::prepare();
     for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
       const Item& item = plan.items[i];
       attend(s, item, &plan.units[item.first],

@@ -1,0 +1,156 @@
+// Products of a few rows with K or V as a page has them.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "vectors.cpp"
+
+namespace matrices {
+
+using namespace vectors;
+
+// A matrix that lies row by row, `step` apart.
+template <class T>
+struct Rows {
+  using Factor = float;                      // what it is multiplied with
+  static constexpr int kMaxRows = kLanes / 2;  // the sums fill half of the registers
+  static void prepare() {}
+  const T* data;
+  int64_t step;
+  void two(int row, int col, Vec& first, Vec& second) const {
+    first = one(row, col);
+    second = one(row + 1, col);
+  }
+  Vec one(int row, int col) const { return load(data + row * step + col); }
+};
+
+// A matrix in tiles of 16 columns, `step` apart, of which rows 2i and 2i + 1 take turns.
+template <class T>
+struct Tiles {
+#ifdef __AMX_BF16__
+  static constexpr bool kMultiplied = std::is_same_v<T, c10::BFloat16>;
+#else
+  static constexpr bool kMultiplied = false;
+#endif
+  using Factor = std::conditional_t<kMultiplied, T, float>;
+  static constexpr int kMaxRows = kMultiplied ? 16 : kLanes / 2;
+  const T* data;
+  int64_t step;
+  const T* at(int row, int col) const { return data + col / 16 * step + row * 16; }
+  void two(int row, int col, Vec& first, Vec& second) const {
+    load_pairs(at(row, col), first, second);
+  }
+  Vec one(int row, int col) const {
+    Vec first, second;
+    two(row, col, first, second);
+    return first;
+  }
+  // Of the thread that multiplies.
+  static void prepare() {
+#ifdef __AMX_BF16__
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = 16;
+    if (kMultiplied) _tile_loadconfig(&config);
+#endif
+  }
+};
+
+// C[R, n] = alpha[R] * C + A[R, k] @ B[k, n], V vectors of columns at a time.
+template <int R, int V, class B>
+inline int gemm_columns(int col, int n, const float* a, int lda, const B& b, float* c,
+                        int ldc, int k, const float* alpha) {
+  for (; col + V * kLanes <= n; col += V * kLanes) {
+    Vec acc[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v)
+        acc[r][v] =
+            alpha ? load(c + r * ldc + col + v * kLanes) * alpha[r] : Vec{};
+    Vec x[V], y[V];
+    int i = 0;
+    for (; i + 1 < k; i += 2) {
+      for (int v = 0; v < V; ++v) b.two(i, col + v * kLanes, x[v], y[v]);
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) {
+          acc[r][v] += x[v] * a[r * lda + i];
+          acc[r][v] += y[v] * a[r * lda + i + 1];
+        }
+    }
+    if (i < k) {
+      for (int v = 0; v < V; ++v) x[v] = b.one(i, col + v * kLanes);
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) acc[r][v] += x[v] * a[r * lda + i];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) store(c + r * ldc + col + v * kLanes, acc[r][v]);
+  }
+  return col;
+}
+template <int R, class B>
+void gemm_rows(const float* a, int lda, const B& b, float* c, int ldc, int k, int n,
+               const float* alpha) {
+  // Few rows need more columns in flight to hide the latency of multiply-add.
+  int col = gemm_columns<R, (R <= 4 ? 4 : 2)>(0, n, a, lda, b, c, ldc, k, alpha);
+  gemm_columns<R, 1>(col, n, a, lda, b, c, ldc, k, alpha);
+}
+template <class B>
+void gemm(int rows, const float* a, int lda, const B& b, float* c, int ldc, int k, int n,
+          const float* alpha) {
+  auto run = [&]<int R>() { gemm_rows<R>(a, lda, b, c, ldc, k, n, alpha); };
+  switch (rows) {
+    case 1: return run.template operator()<1>();
+    case 2: return run.template operator()<2>();
+    case 3: return run.template operator()<3>();
+    case 4: return run.template operator()<4>();
+#ifdef __AVX512F__
+    case 5: return run.template operator()<5>();
+    case 6: return run.template operator()<6>();
+    case 7: return run.template operator()<7>();
+    case 8: return run.template operator()<8>();
+#endif
+  }
+}
+
+#ifdef __AMX_BF16__
+// The same where the CPU multiplies tiles: A and, without alpha, C have 16 rows, whatever
+// is in the others, and A a multiple of 32 columns, finite ones beyond k.
+inline void gemm(int rows, const c10::BFloat16* a, int lda,
+                 const Tiles<c10::BFloat16>& b, float* c, int ldc, int k, int n,
+                 const float* alpha) {
+  constexpr int kDepth = 32;
+  alignas(64) c10::BFloat16 last[kDepth * 16];
+  alignas(64) float product[16 * 16];
+  for (int col = 0; col < n; col += 16) {
+    _tile_zero(0);
+    for (int i = 0; i < k; i += kDepth) {
+      const c10::BFloat16* from = b.at(i, col);
+      if (k - i < kDepth) {
+        // What is behind the last row may be anything.
+        std::memset(last, 0, sizeof last);
+        std::memcpy(last, from, (k - i) / 2 * 2 * 16 * sizeof *last);
+        for (int j = 0; k % 2 && j < 16; ++j)
+          last[(k - i - 1) * 16 + 2 * j] = from[(k - i - 1) * 16 + 2 * j];
+        from = last;
+      }
+      _tile_loadd(1, a + i, lda * sizeof *a);
+      _tile_loadd(2, from, 64);
+      _tile_dpbf16ps(0, 1, 2);
+    }
+    if (!alpha) {
+      _tile_stored(0, c + col, ldc * sizeof *c);
+      continue;
+    }
+    _tile_stored(0, product, 64);
+    for (int r = 0; r < rows; ++r) {
+      float* out = c + r * ldc + col;
+      store(out, load(out) * alpha[r] + load(product + r * 16));
+    }
+  }
+}
+#endif
+
+}  // namespace matrices
