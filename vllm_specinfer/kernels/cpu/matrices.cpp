@@ -116,38 +116,55 @@ void gemm(int rows, const float* a, int lda, const B& b, float* c, int ldc, int 
 }
 
 #ifdef __AMX_BF16__
-// The same where the CPU multiplies tiles: A and, without alpha, C have 16 rows, whatever
-// is in the others, and A a multiple of 32 columns, finite ones beyond k.
+constexpr int kDepth = 32;  // rows of B in a tile
+
+// Rows i.. of a tile whose first k - i there are; behind them may be anything.
+inline const c10::BFloat16* whole_tile(const c10::BFloat16* from, int rows,
+                                       c10::BFloat16* copy) {
+  if (rows >= kDepth) return from;
+  std::memset(copy, 0, kDepth * 16 * sizeof *copy);
+  std::memcpy(copy, from, rows / 2 * 2 * 16 * sizeof *copy);
+  for (int j = (rows - 1) * 16; rows % 2 && j < (rows + 1) * 16; j += 2)
+    copy[j] = from[j];
+  return copy;
+}
+
+// The same where the CPU multiplies tiles. A and C have 16 rows, whatever is in those
+// that are not asked for, and A finite numbers in a multiple of 32 columns.
 inline void gemm(int rows, const c10::BFloat16* a, int lda,
                  const Tiles<c10::BFloat16>& b, float* c, int ldc, int k, int n,
                  const float* alpha) {
-  constexpr int kDepth = 32;
-  alignas(64) c10::BFloat16 last[kDepth * 16];
+  alignas(64) c10::BFloat16 copy[kDepth * 16];
   alignas(64) float product[16 * 16];
-  for (int col = 0; col < n; col += 16) {
-    _tile_zero(0);
-    for (int i = 0; i < k; i += kDepth) {
-      const c10::BFloat16* from = b.at(i, col);
-      if (k - i < kDepth) {
-        // What is behind the last row may be anything.
-        std::memset(last, 0, sizeof last);
-        std::memcpy(last, from, (k - i) / 2 * 2 * 16 * sizeof *last);
-        for (int j = 0; k % 2 && j < 16; ++j)
-          last[(k - i - 1) * 16 + 2 * j] = from[(k - i - 1) * 16 + 2 * j];
-        from = last;
-      }
-      _tile_loadd(1, a + i, lda * sizeof *a);
-      _tile_loadd(2, from, 64);
-      _tile_dpbf16ps(0, 1, 2);
-    }
-    if (!alpha) {
-      _tile_stored(0, c + col, ldc * sizeof *c);
-      continue;
-    }
-    _tile_stored(0, product, 64);
+  auto put = [&](int col) {
     for (int r = 0; r < rows; ++r) {
       float* out = c + r * ldc + col;
       store(out, load(out) * alpha[r] + load(product + r * 16));
+    }
+  };
+  for (int col = 0; col < n; col += 32) {
+    const bool two = col + 16 < n;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int i = 0; i < k; i += kDepth) {
+      _tile_loadd(2, a + i, lda * sizeof *a);
+      _tile_loadd(3, whole_tile(b.at(i, col), k - i, copy), 64);
+      _tile_dpbf16ps(0, 2, 3);
+      if (two) {
+        _tile_loadd(4, whole_tile(b.at(i, col + 16), k - i, copy), 64);
+        _tile_dpbf16ps(1, 2, 4);
+      }
+    }
+    if (!alpha) {
+      _tile_stored(0, c + col, ldc * sizeof *c);
+      if (two) _tile_stored(1, c + col + 16, ldc * sizeof *c);
+      continue;
+    }
+    _tile_stored(0, product, 64);
+    put(col);
+    if (two) {
+      _tile_stored(1, product, 64);
+      put(col + 16);
     }
   }
 }

@@ -71,13 +71,15 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
             typename M<K>::Factor* query) {
   using Factor = typename M<K>::Factor;
   constexpr int kMaxRows = M<K>::kMaxRows;
-  constexpr bool kScalesLater = !std::is_same_v<Factor, float>;  // without rounding
+  constexpr bool kScalesLater = !std::is_same_v<Factor, float>;  // queries stay exact
   const Unit& leader = *units;
   const int first_row = s.query_start_loc[leader.req];
   const int D = s.head_size, context = s.context_lens[leader.req];
   const int32_t* table = s.block_table + leader.req * s.table_row;
   const float log2e = 1.442695041f;
   const float scale = (s.softcap ? s.scale / s.softcap : s.scale * log2e) * kUnit<K>;
+  // What scores are still to be multiplied with, before and without softcap.
+  const float unscaled = kScalesLater ? scale : 1, factor = s.softcap ? 1 : unscaled;
   IVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
 
@@ -114,11 +116,9 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
       gemm(rows, query + m0 * D, D, keys, scores, kTile, D, width, nullptr);
       for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
-        for (int i = 0; kScalesLater && i < width; i += kLanes)
-          store(x + i, load(x + i) * scale);
         if (s.softcap)
           for (int i = 0; i < width; i += kLanes)
-            store(x + i, tanh(load(x + i)) * (s.softcap * log2e));
+            store(x + i, tanh(load(x + i) * unscaled) * (s.softcap * log2e));
         if (masked) {
           const int row = first_row + (leader.begin_row + m0 + r) / s.group;
           const int64_t* words = s.ancestor_bits + row * s.bits_row;
@@ -133,7 +133,7 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
           Vec v = load(x + i);
           top = top > v ? top : v;
         }
-        const float max = std::max(state.max[m0 + r], reduce_max(top));
+        const float max = std::max(state.max[m0 + r], reduce_max(top) * factor);
         alpha[r] = state.max[m0 + r] - max;
         state.max[m0 + r] = max;
       }
@@ -141,7 +141,7 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
       for (int r = 0; r < rows; ++r) {
         Vec sum{};
         for (int i = 0; i < width; i += kLanes) {
-          Vec p = exp2(load(scores + r * kTile + i) - state.max[m0 + r]);
+          Vec p = exp2(load(scores + r * kTile + i) * factor - state.max[m0 + r]);
           store(weights + r * kTile + i, p);
           sum += p;
         }
