@@ -40,7 +40,7 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     from vllm_specinfer import assets
-    from vllm_specinfer.kernels.cpu.linear import linear_for
+    from vllm_specinfer.kernels.cpu.linear import kernel_for
 
     current_platform.import_kernels()
     dtype = getattr(torch, args.dtype)
@@ -48,7 +48,7 @@ def main() -> None:
     weights = [torch.randn(shape).to(dtype) for shape in shapes(config)]
     # As in vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm.
     packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
-    kernels = [linear_for(weight) for weight in weights]
+    kernels = [kernel_for(weight) for weight in weights]
     if None in kernels:
         raise SystemExit("vLLM's own way is used for such weights on this machine")
 
@@ -57,7 +57,7 @@ def main() -> None:
         for weight, handle, kernel in zip(weights, packed, kernels, strict=True):
             x = inputs[weight.shape[1]]
             if ours:
-                kernel(x, weight)
+                kernel.linear(x, kernel.weight, None)
             else:
                 ops.onednn_mm(handle, x, None)
         return time.perf_counter() - start

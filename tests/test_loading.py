@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
 from vllm_specinfer import loading
-from vllm_specinfer.kernels.cpu.linear import linear_for
+from vllm_specinfer.kernels.cpu.linear import kernel_for
 from vllm_specinfer.loading import row_sizes
 from vllm_specinfer.options import BestFirstTree, SSMSource
 from vllm_specinfer.scheduling.budget import Budget
@@ -40,7 +40,7 @@ def test_cuda_graphs_pad_to_the_sizes_that_were_captured():
 def test_on_a_cpu_the_kernels_of_linear_layers_pad():
     target = nn.Sequential(nn.Linear(32, 8))
     assert row_sizes(config(), target, CPU) == []
-    target[0].cpu_linear = linear_for(target[0].weight.data)
+    target[0].cpu_linear = kernel_for(target[0].weight.data).linear
     # Dot products of up to 12 rows, then half vectors of 8 rows.
     assert row_sizes(config(), target, CPU) == [*range(1, 13), 16, 24, 32]
 

@@ -90,7 +90,7 @@ def row_sizes(
             return []
         nodes = vllm_config.speculative_config.num_speculative_tokens
         most = vllm_config.scheduler_config.max_num_seqs * (nodes + 1)
-        return linear.row_sizes(most)
+        return linear.row_sizes(target, most)
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return []

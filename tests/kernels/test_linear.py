@@ -12,7 +12,13 @@ from vllm.model_executor.layers import utils
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.hooks import cpu_linear
 from vllm_specinfer.kernels.cpu import linear as cpu_kernels
-from vllm_specinfer.kernels.cpu.linear import DTYPES, linear_for
+from vllm_specinfer.kernels.cpu.linear import (
+    DTYPES,
+    kernel_for,
+    multiplies_in,
+    row_sizes,
+    take_over,
+)
 
 # Outputs that leave a part of a tile, fewer than one, and one thread without work.
 SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (962, 576), (576, 1536)]
@@ -22,10 +28,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def without_tiles(monkeypatch):
-    """As on a CPU without AMX, whatever this one has."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+@pytest.fixture(autouse=True, params=[False, True], ids=["rows", "tiles"])
+def tiles(request, monkeypatch):
+    """As on a CPU without AMX and, where it has that, with it."""
+    if request.param and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU multiplies no tiles")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
+    return request.param
+
+
+def linear_for(weight):
+    """A function of x and bias, and of weights that it does not look at."""
+    kernel = kernel_for(weight)
+    return lambda x, _, bias=None: kernel.linear(x, kernel.weight, bias)
 
 
 def random(*shape, dtype, seed=0):
@@ -36,11 +51,15 @@ def random(*shape, dtype, seed=0):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_row_is_multiplied_by_every_output(dtype, shape, bias):
+def test_every_row_is_multiplied_by_every_output(tiles, dtype, shape, bias):
     weight = random(*shape, dtype=dtype, seed=1)
+    if tiles and dtype is torch.bfloat16 and shape[1] % 32:
+        assert kernel_for(weight) is None
+        return
     offsets = random(shape[0], dtype=dtype, seed=2) if bias else None
     multiply = linear_for(weight)
     # Dot products, or panels of up to 64 rows, in steps of 8; a thread has up to 5.
+    # Tiles of 16 rows.
     for rows in [*range(1, 66), 100, 130, 560]:
         x = random(rows, shape[1], dtype=dtype)
         exact = x.double() @ weight.double().T + (offsets.double() if bias else 0)
@@ -96,15 +115,39 @@ def test_a_compiled_model_multiplies_any_number_of_rows():
     ],
 )
 def test_other_weights_are_left_to_vllm(weight):
-    assert linear_for(weight) is None
+    assert kernel_for(weight) is None
 
 
-def test_without_a_compiler_or_beside_tiles_weights_are_left_to_vllm(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert linear_for(torch.zeros(8, 32, dtype=torch.bfloat16)) is None
-    assert linear_for(torch.zeros(8, 32)) is not None
+def test_without_a_compiler_weights_are_left_to_vllm(monkeypatch):
+    assert kernel_for(torch.zeros(8, 32)) is not None
     monkeypatch.setattr(cpu_kernels.extension, "load", lambda: None)
-    assert linear_for(torch.zeros(8, 32)) is None
+    assert kernel_for(torch.zeros(8, 32)) is None
+
+
+def test_tiles_are_whole_along_their_inputs(tiles, monkeypatch):
+    weight = torch.zeros(8, 48, dtype=torch.bfloat16)
+    assert (kernel_for(weight) is None) == tiles
+    # A compiler that does not know them.
+    kernels = SimpleNamespace(tile_rows=0)
+    monkeypatch.setattr(cpu_kernels.extension, "load", lambda: kernels)
+    assert (kernel_for(weight[:, :32].contiguous()) is None) == tiles
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_layer_is_taken_over_with_its_weight_or_without(tiles, remove):
+    layer = nn.Linear(32, 40, bias=False).bfloat16().requires_grad_(False)
+    weight = layer.weight.clone()
+    assert take_over(layer, remove)
+    # In tiles with eight more outputs, of zeros.
+    assert layer.weight.numel() == (64 * 32 if tiles and remove else 40 * 32)
+    assert (tiles and remove) or torch.equal(layer.weight, weight)
+    x = random(3, 32, dtype=torch.bfloat16)
+    found = layer.cpu_linear(x, layer.weight, None)
+    torch.testing.assert_close(found, linear(x, weight))
+    if remove:  # the head is not asked what its rows cost
+        model = nn.Sequential(layer)
+        expected = [16, 32, 48] if tiles else [*range(1, 13), 16, 24, 32, 40]
+        assert multiplies_in(model) and row_sizes(model, 40) == expected
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -75,14 +75,15 @@ class DraftHead:
     def _keep(self, rows: torch.Tensor) -> None:
         # Drafts need no more precision, and the rows' bytes are what costs time.
         self._rows = rows.to(torch.bfloat16)
+        self._linear = nn.functional.linear
+        if is_host(rows.device):
+            from vllm_specinfer.kernels.cpu.linear import kernel_for
+
+            if (kernel := kernel_for(self._rows)) is not None:
+                self._linear, self._rows = kernel
         # As buffers of the model they survive vLLM's sleep.
         for name, tensor in (("draft_rows", self._rows), ("draft_ids", self._tokens)):
             self._model.register_buffer(name, tensor, persistent=False)
-        self._linear = nn.functional.linear
-        if is_host(rows.device):
-            from vllm_specinfer.kernels.cpu.linear import linear_for
-
-            self._linear = linear_for(self._rows) or self._linear
 
     def likeliest(
         self, hidden: torch.Tensor, count: int

@@ -18,7 +18,7 @@ def install() -> None:
     from vllm.model_executor.layers import utils
 
     from vllm_specinfer.config import SpecInferConfig
-    from vllm_specinfer.kernels.cpu.linear import linear_for
+    from vllm_specinfer.kernels.cpu.linear import take_over
 
     original = utils.dispatch_cpu_unquantized_gemm
     if hasattr(original, _MARK):
@@ -28,11 +28,8 @@ def install() -> None:
     def dispatch_cpu_unquantized_gemm(layer: nn.Module, remove_weight: bool) -> None:
         config = get_current_vllm_config_or_none()
         ours = isinstance(getattr(config, "speculative_config", None), SpecInferConfig)
-        linear = linear_for(layer.weight) if ours else None
-        if linear is None:
+        if not (ours and take_over(layer, remove_weight)):
             original(layer, remove_weight)
-        else:
-            layer.cpu_linear = linear
 
     setattr(dispatch_cpu_unquantized_gemm, _MARK, original)
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm

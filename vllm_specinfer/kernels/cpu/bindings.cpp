@@ -10,6 +10,7 @@
 #include "commit.cpp"
 #include "few_rows.cpp"
 #include "row_panels.cpp"
+#include "tile_rows.cpp"
 #include "tree_attention.cpp"
 
 namespace {
@@ -178,13 +179,45 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   return y;
 }
 
+// The same with weights in tiles [strips, K * 32], of so many outputs.
+Tensor linear_in_tiles(const Tensor& x, const Tensor& weight,
+                       const std::optional<Tensor>& bias, int64_t outputs) {
+#ifdef __AMX_BF16__
+  using tile_rows::BF16, tile_rows::kOutputs;
+  const int64_t k = x.size(-1), strips = (outputs + kOutputs - 1) / kOutputs;
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 &&
+                  k % tiles::kDepth == 0 && weight.is_contiguous() &&
+                  weight.numel() == strips * kOutputs * k,
+              "x must be [.., K] and weight [strips, 32 * K] of bfloat16 for ", outputs,
+              " outputs, K a multiple of 32; got ", x.sizes(), ", ", weight.sizes());
+  TORCH_CHECK(!bias || bias->numel() == outputs, "bias must be [", outputs, "]");
+  auto shape = x.sizes().vec();
+  shape.back() = outputs;
+  const Tensor rows = x.contiguous(), y = at::empty(shape, x.options());
+  Tensor offsets;
+  if (bias) {
+    offsets = at::zeros({strips * kOutputs}, x.options().dtype(at::kFloat));
+    offsets.narrow(0, 0, outputs).copy_(*bias);
+  }
+  tile_rows::run({rows.const_data_ptr<BF16>(), weight.const_data_ptr<BF16>(),
+                  bias ? offsets.const_data_ptr<float>() : nullptr,
+                  y.mutable_data_ptr<BF16>(), x.numel() / k, outputs, k});
+  return y;
+#else
+  TORCH_CHECK(false, "this CPU does not multiply tiles");
+#endif
+}
+
 }  // namespace
 
 TORCH_LIBRARY(vllm_specinfer, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def("linear_in_tiles(Tensor x, Tensor weight, Tensor? bias=None, *, int outputs) "
+        "-> Tensor");
 }
 TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
   m.impl("linear", &linear);
+  m.impl("linear_in_tiles", &linear_in_tiles);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -193,4 +226,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   arrays::define(m);
   m.attr("few_rows") = kFewRows;
   m.attr("row_step") = row_panels::kHalf;
+#ifdef __AMX_BF16__
+  m.attr("tile_rows") = tiles::kSide;
+#else
+  m.attr("tile_rows") = 0;
+#endif
 }

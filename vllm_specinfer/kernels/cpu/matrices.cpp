@@ -4,6 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "tiles.cpp"
 #include "vectors.cpp"
 
 namespace matrices {
@@ -49,13 +50,7 @@ struct Tiles {
   // Of the thread that multiplies.
   static void prepare() {
 #ifdef __AMX_BF16__
-    struct {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = 16;
-    if (kMultiplied) _tile_loadconfig(&config);
+    if (kMultiplied) tiles::configure();
 #endif
   }
 };
@@ -116,7 +111,7 @@ void gemm(int rows, const float* a, int lda, const B& b, float* c, int ldc, int 
 }
 
 #ifdef __AMX_BF16__
-constexpr int kDepth = 32;  // rows of B in a tile
+using tiles::kDepth;
 
 // Rows i.. of a tile whose first k - i there are; behind them may be anything.
 inline const c10::BFloat16* whole_tile(const c10::BFloat16* from, int rows,
