@@ -16,9 +16,14 @@ from tests.e2e.test_greedy import GREEDY, PROMPTS, job
 PARAMS = [
     {**GREEDY, "temperature": 0.7 * (i % 2), "seed": i, "logprobs": 2} for i in range(8)
 ]
-# vLLM has its 4-bit kernels for half precision only.
-DTYPES = {"int8": "float32", "gptq": "float16", "awq": "float16"}
-CLOSE = 0.05
+# vLLM has its 4-bit kernels for half precision only, and for AMX that of int8.
+WITH_TILES = torch.cpu._is_amx_tile_supported()
+INT8 = "bfloat16" if WITH_TILES else "float32"
+DTYPES = {"int8": INT8, "gptq": "float16", "awq": "float16"}
+# By type: the gap, and how many of the texts may part; 0.125 is two steps of bfloat16 at
+# logits of 8 to 16.
+CLOSE = {"float32": 0.05, "float16": 0.05, "bfloat16": 0.125}
+MOST_PARTED = {"float32": 1, "float16": 1, "bfloat16": 4}
 CACHES = ["fp8", "e5m2", "checkpoint", "mixed"]
 
 
@@ -49,10 +54,10 @@ def test_the_text_is_plain_decodings_but_for_ties(tmp_path, name):
     for tree in trees:
         found = parted(plain, tree)
         print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step", found)
-        assert found.count(None) >= len(PARAMS) - 1
+        assert found.count(None) >= len(PARAMS) - MOST_PARTED[DTYPES[name]]
         for i, n in enumerate(found):
             if n is not None and not PARAMS[i]["temperature"]:
-                assert plain["gaps"][i][0][n] < CLOSE
+                assert plain["gaps"][i][0][n] < CLOSE[DTYPES[name]]
         assert tree["accepted"] > tree["drafts"] / 2 and tree["branches"] > 10
 
 

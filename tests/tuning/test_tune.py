@@ -124,6 +124,7 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
 def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     out = tmp_path / "eagle"
     settings = {"type": "eagle3", "hidden": None, "layers": None, "draft-vocab": 64}
+    settings["epochs"] = 45
     arguments = command(target, out, **settings)
     run_and_kill(arguments, out, "checkpoints")
     states = (out / "states.bin").stat()
