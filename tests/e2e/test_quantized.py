@@ -20,8 +20,8 @@ PARAMS = [
 WITH_TILES = torch.cpu._is_amx_tile_supported()
 INT8 = "bfloat16" if WITH_TILES else "float32"
 DTYPES = {"int8": INT8, "gptq": "float16", "awq": "float16"}
-# By type: the gap, and how many of the texts may part; 0.125 is two steps of bfloat16 at
-# logits of 8 to 16.
+# By type the gap, and how many texts may part; 0.125 is two steps of bfloat16 at logits
+# of 8 to 16.
 CLOSE = {"float32": 0.05, "float16": 0.05, "bfloat16": 0.125}
 MOST_PARTED = {"float32": 1, "float16": 1, "bfloat16": 4}
 CACHES = ["fp8", "e5m2", "checkpoint", "mixed"]
