@@ -72,6 +72,12 @@ def test_every_row_is_multiplied_by_every_output(tiles, dtype, shape, bias):
         assert (error <= unit * exact.abs() + 4e-7 * scale).all()
 
 
+def test_more_outputs_than_a_cache_holds():
+    weight, x = (random(n, 32, dtype=torch.bfloat16) for n in (1024, 2100))
+    found = linear_for(weight)(x, weight)
+    torch.testing.assert_close(found, linear(x, weight))
+
+
 def test_more_dimensions_and_rows_that_do_not_lie_side_by_side():
     weight = random(40, 32, dtype=torch.float32)
     x = random(2, 3, 64, dtype=torch.float32)[..., ::2]

@@ -22,8 +22,9 @@ using namespace tiles;
 using namespace vectors;
 using BF16 = c10::BFloat16;
 
-constexpr int64_t kOutputs = 2 * kSide;        // of a strip
-constexpr int64_t kCached = 3 << 18;           // bytes of rows in the second cache
+constexpr int64_t kOutputs = 2 * kSide;  // of a strip
+constexpr int64_t kCached = 3 << 18;     // bytes of rows in the second cache
+constexpr int64_t kUncached = 1 << 21;   // numbers of y that it does not hold
 
 struct Product {
   const BF16 *x, *w;  // [M, K], [strips, K, kOutputs]
@@ -64,21 +65,24 @@ void multiply(const Product& p, const BF16* x, const BF16* w, float* sums) {
   }
 }
 
-// Sums of some rows and of a strip, where they belong.
+// Sums of some rows and of a strip, where they belong: whole lines of the cache, and not
+// through it where what follows would not find them there.
 inline void put(const Product& p, const float* sums, int64_t row, int rows,
                 int64_t output) {
+  const bool lines = p.n % kOutputs == 0 && (uintptr_t)p.y % 64 == 0;
+  const bool uncached = lines && p.m * p.n > kUncached;
+  Vec bias[2] = {};
+  for (int i = 0; p.bias && i < 2; ++i) bias[i] = load(p.bias + output + i * kSide);
   for (int r = 0; r < rows; ++r, sums += kOutputs) {
     BF16* y = p.y + (row + r) * p.n + output;
-    for (int i = 0; i < kOutputs && output + i < p.n; i += kLanes) {
-      const Vec sum = p.bias ? load(sums + i) + load(p.bias + output + i) : load(sums + i);
-      if (output + i + kLanes <= p.n) {
-        store(y + i, sum);
-        continue;
-      }
-      BF16 last[kLanes];
-      store(last, sum);
-      std::memcpy(y + i, last, (p.n - output - i) * sizeof *y);
-    }
+    const auto line = (__m512i)_mm512_cvtne2ps_pbh(
+        (__m512)(load(sums + kSide) + bias[1]), (__m512)(load(sums) + bias[0]));
+    if (uncached)
+      _mm512_stream_si512((__m512i*)y, line);
+    else if (output + kOutputs <= p.n)
+      _mm512_storeu_si512(y, line);
+    else
+      _mm512_mask_storeu_epi16(y, (1u << (p.n - output)) - 1, line);
   }
 }
 
@@ -112,6 +116,7 @@ inline void run(const Product& p) {
           put(p, sums, row, rows, s * kOutputs);
         }
       }
+    _mm_sfence();
   });
 }
 
