@@ -14,7 +14,7 @@ using namespace vectors;
 // A matrix that lies row by row, `step` apart.
 template <class T>
 struct Rows {
-  using Factor = float;                      // what it is multiplied with
+  using Factor = float;                        // what it is multiplied with
   static constexpr int kMaxRows = kLanes / 2;  // the sums fill half of the registers
   static void prepare() {}
   const T* data;
