@@ -44,6 +44,11 @@ CACHES = [
     )
     for name in FP8
 ]
+# vLLM's kernels want head sizes that are multiples of 32 for them, as for tiles.
+shapes_of_eight_bits = pytest.mark.parametrize(
+    ("head_size", "num_kv_heads", "group", "block_size"),
+    [(32, 1, 1, 32), (64, 3, 3, 128), (96, 2, 4, 64), (256, 1, 8, 32)],
+)
 # Of K and V, powers of two: what the tests expect divides by them exactly.
 SCALES = 0.5, 4.0
 
@@ -279,10 +284,7 @@ def test_a_row_equals_attention_over_its_path(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", CACHES)
-@pytest.mark.parametrize(
-    ("head_size", "num_kv_heads", "group", "block_size"),
-    [(32, 1, 1, 32), (64, 3, 3, 128), (96, 2, 4, 64), (256, 1, 8, 32)],
-)
+@shapes_of_eight_bits
 def test_an_fp8_cache_is_read_as_vllm_writes_it(
     kernel, dtype, cache_dtype, head_size, num_kv_heads, group, block_size
 ):
@@ -303,10 +305,7 @@ def test_an_fp8_cache_is_read_as_vllm_writes_it(
     not torch.cpu._is_avx512_supported(), reason="AMX comes with AVX-512"
 )
 @pytest.mark.parametrize("cache_dtype", ["auto", *FP8])
-@pytest.mark.parametrize(
-    ("head_size", "num_kv_heads", "group", "block_size"),
-    [(32, 1, 1, 32), (64, 3, 3, 128), (96, 2, 4, 64), (256, 1, 8, 32)],
-)
+@shapes_of_eight_bits
 def test_pages_in_tiles_are_read_alike(
     cache_dtype, head_size, num_kv_heads, group, block_size, monkeypatch
 ):

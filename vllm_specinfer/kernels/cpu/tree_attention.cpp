@@ -28,7 +28,6 @@ constexpr int kTile = 128;  // KV positions per softmax update
 template <class T, class K, template <class> class M>
 struct Step : Batch {
   using Matrix = M<K>;
-  using Factor = typename Matrix::Factor;
   const T* query;  // [T, H, D]
   const K* cache;  // [B, Hkv, 2 * block_size * D]
   T* out;          // [T, H, D]
