@@ -25,6 +25,7 @@ sampling of the rows that a walk stands at, with the tests of draws under mss an
 import argparse
 import collections
 import functools
+import json
 import operator
 import os
 import statistics
@@ -174,6 +175,9 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="answers must follow a JSON schema"
     )
+    parser.add_argument(
+        "--params", type=json.loads, default={}, help="more sampling parameters, JSON"
+    )
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--ssm", default=str(POOL), help="an SSM or a pool with one")
@@ -207,6 +211,7 @@ def main() -> None:
         max_tokens=args.max_tokens,
         seed=0,
         structured_outputs=StructuredOutputsParams(json=SCHEMA) if args.json else None,
+        **args.params,
     )
     for llm in (plain, tree):
         llm.generate({"prompt_token_ids": prompts[0]}, params, use_tqdm=False)
@@ -238,7 +243,8 @@ def main() -> None:
     compared = "" if args.temperature else f"; {same} texts identical"
     print(
         f"{len(prompts)} prompts, batch {args.batch}, {args.dtype}, temperature "
-        f"{args.temperature}: plain {statistics.median(r[0] for r in rates):.1f} "
+        f"{args.temperature} {args.params or ''}: plain "
+        f"{statistics.median(r[0] for r in rates):.1f} "
         "tokens/s, specinfer "
         f"{statistics.median(r[1] for r in rates):.1f} tokens/s, ratio of each turn: "
         f"median {statistics.median(ratios):.2f}, from {min(ratios):.2f} to "

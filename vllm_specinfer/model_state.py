@@ -256,16 +256,13 @@ class TreeModelState(DefaultModelState):
 
     def commit_walks(
         self, input_batch: InputBatch, path: torch.Tensor, count: torch.Tensor
-    ) -> Callable[[], Accepted]:
+    ) -> None:
         """`commit` where the device has walked; the host hears of it later.
 
         Args:
             input_batch: As in `commit`.
             path: [R, N] int32 accepted rows of each request, from depth 1 down.
             count: [R] int32 how many they are.
-
-        Returns:
-            Waits for what they have accepted.
         """
         started = time.perf_counter()
         self._walked = input_batch, path
@@ -275,13 +272,12 @@ class TreeModelState(DefaultModelState):
         self._on_time(COMMIT, time.perf_counter() - started)
         walks, plan = read_later(path, count), self.plan_of(input_batch)
 
-        def find() -> Accepted:
+        def walked() -> list[Walked]:
             paths, counts = walks()
-            return {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
+            accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
+            return _by_request(input_batch, accepted)
 
-        accepted = Once(find)
-        self.count = self._on_verified(lambda: _by_request(input_batch, accepted()))
-        return accepted
+        self.count = self._on_verified(Once(walked))
 
 
 def _by_request(input_batch: InputBatch, accepted: Accepted) -> list[Walked]:

@@ -108,7 +108,7 @@ class Drafter:
     max_num_reqs = 3
 
     def __init__(self, ssms):
-        self.buffers = TreeBuffers(SLOTS, NODES, CPU)
+        self.buffers = TreeBuffers(SLOTS, NODES, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
         self.is_following, self.ssms, self.lagging = True, ssms, []
         self.launched, self.looked_up, self.num_heard = [], [], 0
@@ -225,6 +225,8 @@ def test_steps_that_need_the_host_are_not_taken(steps):
     assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
     steps.sampler.back = [3]
+    assert steps.takes(a_batch([0, 3]))
+    steps.drafter.buffers.max_depth = 17  # so long would each row's chain be
     assert not steps.takes(a_batch([0, 3]))
     assert steps.takes(a_batch([0, 1]))
 

@@ -19,6 +19,8 @@ import interpreter
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
+# They look back, and at how many tokens each is.
+LOOKING_BACK = {**SAMPLED, "max_tokens": 20, "presence_penalty": 1.0, "logprobs": 1}
 LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
@@ -55,11 +57,14 @@ def main() -> None:
     common = {"method": "specinfer", "scheduler": "static", "tree": "2,2"}
     everything = {"prompts": PROMPTS, "params": [GREEDY, GREEDY, PENALISED, SAMPLED]}
     greedy = {"prompts": PROMPTS[:2], "params": [GREEDY]}
-    sampled = {"prompts": PROMPTS[:1], "params": [SAMPLED]}
+    # Once its draws are not tested any more, a step is drafted for ahead.
+    probable = {**GREEDY, "max_tokens": 16, "logprobs": 1}
+    tested = {"prompts": PROMPTS[:2], "params": [SAMPLED, probable]}
     longer, ahead = (
         {"prompts": PROMPTS[:2], "params": [{**GREEDY, **most}, {**SAMPLED, **most}]}
         for most in (LONGER, LONGEST)
     )
+    back = {"prompts": PROMPTS[:2], "params": [PENALISED, LOOKING_BACK]}
     # The second time each text is known.
     again = {name: 2 * both for name, both in longer.items()}
     jobs = {
@@ -68,12 +73,17 @@ def main() -> None:
             ("coupled", everything, {"model": ssm}),
             ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
             ("ahead", {**ahead, "asynchronous": True}, pair),
+            ("back", {**back, "asynchronous": True}, pair),
             (
                 "suffix",
                 {**again, "asynchronous": True},
                 {"ssms": [ssm, "suffix"], "num_speculative_tokens": 8},
             ),
-            ("mss", sampled, {"model": ssm, "verification": "mss"}),
+            (
+                "mss",
+                {**tested, "asynchronous": True},
+                {"model": ssm, "verification": "mss"},
+            ),
             (
                 "two",
                 {**greedy, "prompts": PROMPTS[:1], "asynchronous": True},
@@ -88,8 +98,9 @@ def main() -> None:
     }
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
-    on_cpu = {"plain": plain, "sampled": {**plain, **sampled}}
+    on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
+    on_cpu["back"] = {**plain, **back}
     on_cpu["known"] = {**plain, **longer}
     for name in ("mss", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}

@@ -47,6 +47,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["two"]["tokens"] == plain[:1]
     for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
+    assert found["back"]["tokens"] == of_cpu["back"]["tokens"]
     assert found["coupled"]["accepted"] > found["coupled"]["drafts"] > 5
     assert found["eagle"]["drafts"] > 5
     assert found["two"]["accepted"] >= found["two"]["drafts"] > 2
@@ -81,17 +82,21 @@ def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
 
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
-    (plain,), (tree,) = of_cpu["plain"]["logprobs"][2], found["coupled"]["logprobs"][2]
-    assert len(tree) == len(plain) == 20
-    for row, expected in zip(tree, plain, strict=True):
-        values, others = ({t: v for t, v, _ in r} for r in (row, expected))
-        assert values == pytest.approx(others, abs=1e-3)
+    pairs = [(of_cpu["plain"]["logprobs"][2], found["coupled"]["logprobs"][2])]
+    pairs += zip(of_cpu["back"]["logprobs"], found["back"]["logprobs"], strict=True)
+    for (plain,), (tree,) in pairs:
+        assert len(tree) == len(plain) == 20
+        for row, expected in zip(tree, plain, strict=True):
+            values, others = ({t: v for t, v, _ in r} for r in (row, expected))
+            assert values == pytest.approx(others, abs=1e-3)
 
 
 def test_draws_are_tested_as_on_a_cpu(outputs) -> None:
     of_cpu, found, _ = outputs
-    assert found["mss"]["tokens"] == of_cpu["mss"]["tokens"]
-    assert found["mss"]["tokens"] != of_cpu["sampled"]["tokens"]
+    drawn, likeliest = found["mss"]["tokens"]
+    assert [drawn, likeliest] == of_cpu["mss"]["tokens"]
+    plain_draw, plain_likeliest = of_cpu["tested"]["tokens"]
+    assert drawn != plain_draw and likeliest == plain_likeliest
 
 
 def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:
@@ -104,8 +109,8 @@ def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
     assert len(ahead) > 8 and sum(step["looks_up"] for step in ahead) > 4
     assert all(step["launch"] == 0 for step in ahead)
     # A step in which nothing is left to be run verifies nothing.
-    quick = [step for step in ahead if not step.get("logprobs")]
-    assert all(step.get("verify", 0) == 0 for step in quick) and len(quick) > 8
+    assert all(step.get("verify", 0) == 0 for step in ahead)
+    assert sum(step.get("logprobs", False) for step in ahead) > 8
 
 
 def test_steps_with_prompts_are_drafted_for_ahead(outputs) -> None:
@@ -118,10 +123,7 @@ def test_other_steps_wait_for_the_device_a_few_times(outputs) -> None:
     others = [step for step in outputs[2]["steps"] if not step["ahead"]]
     assert len(others) > 30
     assert 3 <= max(step["launch"] for step in others) <= MOST_WAITS
-    # Verification waits where log probabilities are asked for.
-    verified = collections.Counter(step.get("verify", 0) for step in others)
-    assert verified.keys() == {0, 1}
-    assert verified[0] > verified[1] > 5
+    assert all(step.get("verify", 0) == 0 for step in others)
 
 
 def test_drafting_runs_in_graphs_but_for_prompts(outputs) -> None:

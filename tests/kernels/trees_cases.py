@@ -39,11 +39,12 @@ def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     arrays = (torch.from_numpy(a).to(on) for a in candidates(rng, num_reqs, width))
     found = DeviceCandidates(*arrays, ends=())
     slots = torch.from_numpy(rng.permutation(SLOTS)[:num_reqs]).to(on)
-    ours, theirs = (TreeBuffers(SLOTS, num_nodes, on) for _ in range(2))
+    ours, theirs = (TreeBuffers(SLOTS, num_nodes, num_nodes, on) for _ in range(2))
     expected = best(found, num_nodes, least)
-    theirs.write(slots, expected, num_nodes)
-    tree = best_trees(found, num_nodes, least, slots, ours, num_nodes)
-    pairs = [(vars(ours)[name], vars(theirs)[name]) for name in vars(ours)]
+    theirs.write(slots, expected)
+    tree = best_trees(found, num_nodes, least, slots, ours)
+    names = ("tokens", "parents", "depths", "bits")
+    pairs = [(getattr(ours, name), getattr(theirs, name)) for name in names]
     return [(a.cpu(), b.cpu()) for a, b in [*zip(tree, expected, strict=True), *pairs]]
 
 

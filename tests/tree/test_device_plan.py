@@ -11,7 +11,7 @@ from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.on_device import NO_NODE, DeviceTree, TreeBuffers
 from vllm_specinfer.tree.table import TreeTable
-from vllm_specinfer.tree.token_tree import ROOT, node_depths
+from vllm_specinfer.tree.token_tree import ROOT
 
 SLOTS, NODES = 6, 70
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_rows_positions_drafts_and_parents_are_the_hosts(seed):
     parents = rng.integers(ROOT, np.arange(NODES), shape, np.int32)
     tokens = rng.integers(0, 1000, shape)
     computed = rng.integers(0, 1000, SLOTS)
-    table, buffers = TreeTable(SLOTS, NODES), TreeBuffers(SLOTS, NODES, CPU)
+    table, buffers = TreeTable(SLOTS, NODES), TreeBuffers(SLOTS, NODES, NODES, CPU)
     for smaller in (np.ones(shape, bool), exists):
         table.write(
             np.arange(SLOTS),
@@ -44,8 +44,7 @@ def test_rows_positions_drafts_and_parents_are_the_hosts(seed):
         torch.zeros(shape),
         torch.zeros(shape, dtype=torch.int64),
     )
-    max_depth = max(1, int(node_depths(parents).max()))
-    buffers.write(torch.arange(SLOTS), tree, max_depth)
+    buffers.write(torch.arange(SLOTS), tree)
     # A prefix of each tree has rows; some requests have other rows, or none but one.
     scheduled = np.array([rng.integers(0, sizes[slot] + 1) for slot in slots])
     more = rng.integers(0, 2, num_reqs)
@@ -94,7 +93,7 @@ def test_rows_positions_drafts_and_parents_are_the_hosts(seed):
 
 
 def test_rows_of_requests_that_were_not_drafted_for_are_no_tree():
-    buffers = TreeBuffers(SLOTS, NODES, CPU)
+    buffers = TreeBuffers(SLOTS, NODES, NODES, CPU)
     buffers.depths[:, 1:] = 1
     batch = SimpleNamespace(
         idx_mapping=torch.tensor([3, 1]),

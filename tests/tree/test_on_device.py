@@ -64,7 +64,7 @@ def test_unions_and_trees_are_those_of_the_definition(seed):
 def test_buffers_hold_the_rows_of_the_definition(seed):
     rng = np.random.default_rng(seed)
     num_nodes, slots = int(rng.integers(1, 130)), [2, 0, 4, 4]
-    buffers = TreeBuffers(4, num_nodes, torch.device("cpu"))
+    buffers = TreeBuffers(4, num_nodes, num_nodes, torch.device("cpu"))
     assert buffers.padding == 4
     parents = np.array(
         [[int(rng.integers(ROOT, n)) for n in range(num_nodes)] for _ in slots],
@@ -74,13 +74,24 @@ def test_buffers_hold_the_rows_of_the_definition(seed):
     depths = node_depths(parents)
     none = torch.zeros(0)
     tree = on_device.DeviceTree(tokens, torch.from_numpy(parents), none, none)
-    buffers.write(torch.tensor(slots), tree, int(depths.max()))
+    buffers.write(torch.tensor(slots), tree)
     bits = ancestor_bits(parents)
     for i, slot in enumerate(slots[:2]):
         assert (buffers.tokens[slot] == tokens[i]).all()
         assert (buffers.parents[slot].numpy() == parents[i]).all()
         assert (buffers.depths[slot].numpy() == depths[i]).all()
         assert (buffers.bits[slot].numpy() == bits[i]).all()
+    rows = rng.integers(0, num_nodes + 1, 2)
+    chains, before = buffers.chains(torch.tensor(slots[:2]), torch.from_numpy(rows))
+    assert chains.shape == before.shape == (2, num_nodes + 1)
+    for i, row in enumerate(rows.tolist()):
+        path = []
+        while row:
+            path.insert(0, row)
+            row = int(parents[i, row - 1]) + 1
+        padding = (num_nodes - len(path)) * [0]
+        assert chains[i].tolist() == [*padding, 0, *path]
+        assert before[i].tolist() == [*padding, *range(len(path) + 1)]
     assert (buffers.parents[1] == NO_NODE).all()
 
 

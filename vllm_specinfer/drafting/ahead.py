@@ -98,9 +98,10 @@ class AheadDrafter:
         """
         self._lookups, self._ssms = sources.lookups, sources.ssms
         self._texts = texts
-        self._max_depth = sources.max_depth
         self._num_nodes, self._least = num_nodes, sources.least
-        self.buffers = TreeBuffers(len(texts.lengths), num_nodes, device)
+        self.buffers = TreeBuffers(
+            len(texts.lengths), num_nodes, sources.max_depth, device
+        )
         self.max_num_reqs = self._ssms[0].on_device.max_num_reqs
         sizes = graph_sizes(self.max_num_reqs)
         self._finishes = {
@@ -141,7 +142,7 @@ class AheadDrafter:
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
         self._fill_lookups()
         # Before anything is replayed: graphs may use the same memory.
-        last = states and states.last(num_new, 1 + self._max_depth)
+        last = states and states.last(num_new, 1 + self.buffers.max_depth)
         levels = [source.follow(slots, num_new, roots, last) for source in self._ssms]
         graphs = self._graphs(num_reqs, draws)
         finish = self._finishes[graphs[0].num_reqs, draws]
@@ -203,12 +204,7 @@ class AheadDrafter:
             union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             tree = best_trees(
-                union,
-                self._num_nodes,
-                self._least,
-                slots,
-                self.buffers,
-                self._max_depth,
+                union, self._num_nodes, self._least, slots, self.buffers
             )
             lengths = self._texts.lengths[inputs.slots]
             by_source = given(tree, columns, sources)

@@ -3,10 +3,11 @@
 With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
 suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
-(`TreeSpeculator.draft`): those with grammars, processors that look back or draws that
-are tested, those after which the SSMs have to read what they have sat out or a prompt
-of a few tokens has ended, and of heads, which read the target's states, those with
-prompts and those that they sit out. All ranks decide alike (`scheduling/lessons.py`).
+(`TreeSpeculator.draft`): those with grammars, draws that are tested, or processors that
+look back at paths of many tokens, those after which the SSMs have to read what they
+have sat out or a prompt of a few tokens has ended, and of heads, which read the
+target's states, those with prompts and those that they sit out. All ranks decide alike
+(`scheduling/lessons.py`).
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
@@ -39,8 +40,10 @@ from vllm_specinfer.scheduling.step_stats import (
 )
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.on_device import NO_NODE
-from vllm_specinfer.verify.sampler import looks_back
+from vllm_specinfer.verify.chains import looks_back
 
+# Each row that looks back gets a chain as long as trees may be deep.
+MOST_LOOKED_BACK = 16
 # Requests that have come to a slot, and those that have gone.
 COME, GONE = 0, 1
 
@@ -205,7 +208,10 @@ class AheadSteps:
             or (batch.has_prefill and self._reads_states)
             or batch.has_structured_output_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
-            or looks_back(self._sampler, slots).any()
+            or (
+                self._drafter.buffers.max_depth > MOST_LOOKED_BACK
+                and looks_back(self._sampler, slots).any()
+            )
         )
 
     def draft(

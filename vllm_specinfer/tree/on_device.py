@@ -218,14 +218,18 @@ class TreeBuffers:
     """The tree that the device has drafted for each request slot.
 
     Attributes:
+        max_depth: No node is deeper (D).
         tokens: [S + 1, N] int64; the last row is for padding.
         parents: [S + 1, N] int32.
         depths: [S + 1, N + 1] int32.
         bits: [S + 1, N + 1, W] int64.
     """
 
-    def __init__(self, max_num_reqs: int, num_nodes: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, num_nodes: int, max_depth: int, device: torch.device
+    ) -> None:
         """Trees without nodes."""
+        self.max_depth = max_depth
         num_rows = max_num_reqs + 1
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -242,10 +246,32 @@ class TreeBuffers:
         """The row that nobody reads."""
         return len(self.tokens) - 1
 
-    def write(self, slots: torch.Tensor, tree: DeviceTree, max_depth: int) -> None:
+    def write(self, slots: torch.Tensor, tree: DeviceTree) -> None:
         """Store the trees of R requests; several may be padding."""
-        depths, bits = depths_and_bits(tree.parents, max_depth)
+        depths, bits = depths_and_bits(tree.parents, self.max_depth)
         self.tokens[slots] = tree.tokens
         self.parents[slots] = tree.parents
         self.depths[slots] = depths
         self.bits[slots] = bits
+
+    def chains(
+        self, slots: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows from the root down to given ones.
+
+        Args:
+            slots: [G] int64 request slots.
+            rows: [G] int64 rows of their trees, 0 for the root.
+
+        Returns:
+            [G, D + 1] int64 rows, each chain at the end and the root before it, too;
+            [G, D + 1] int32 how many rows before each belong to its path.
+        """
+        chain = [rows]
+        for _ in range(self.max_depth):
+            node = (chain[-1] - 1).clamp_min(0)
+            above = (self.parents[slots, node].long() + 1).clamp_min(0)
+            chain.append(torch.where(chain[-1] > 0, above, 0))
+        places = torch.arange(-self.max_depth, 1, device=rows.device)
+        before = (self.depths[slots, rows][:, None] + places).clamp_min(0)
+        return torch.stack(chain[::-1], dim=1), before.int()

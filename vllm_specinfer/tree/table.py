@@ -12,7 +12,7 @@ import torch
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import stage
 from vllm_specinfer.tree.candidates import NO_TOKEN
-from vllm_specinfer.tree.proposals import Draws
+from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.token_tree import (
     ROOT,
     ancestor_bits,
@@ -194,6 +194,16 @@ class StepPlan(StepRows):
             self.is_tree[:, None], self.table.parents[self.slots], np.int32(ROOT)
         )
         return stage(device, np.concatenate(drafts).astype(np.int64), parents)
+
+    def draws(self, i: int, row: int) -> Draws | None:
+        """What was drawn for the children of a request's row."""
+        found = self.table.draws[self.slots[i]].get(row - 1) if self.is_tree[i] else []
+        return joined(found) if found else None
+
+    @property
+    def max_depth(self) -> int:
+        """Of the scheduled trees."""
+        return int(self.table.depths[self.slots].max())
 
     def positions(self) -> np.ndarray:
         """[T] int64 positions of all rows; siblings share one."""

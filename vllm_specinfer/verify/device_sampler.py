@@ -1,4 +1,4 @@
-"""Verification that hardly waits for the device: all rows first, then the walk.
+"""Verification that does not wait for the device: all rows first, then the walk.
 
 Dimension legend: R requests of the batch, L logits rows of a step, G rows of trees and
 roots, N nodes per tree, V vocabulary.
@@ -6,7 +6,6 @@ roots, N nodes per tree, V vocabulary.
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +17,12 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import stage
 from vllm_specinfer.kernels.triton.verification import verify_draws, walk_trees
 from vllm_specinfer.scheduling.step_stats import VERIFY
+from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.verify.sampler import Accepted, TreeSampler
+from vllm_specinfer.verify.chains import Chains, looks_back
+from vllm_specinfer.verify.logprobs import placed
+from vllm_specinfer.verify.sampler import TreeSampler
 from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
 
 # Logits of rows that are sampled at once, as vLLM bounds them
@@ -39,11 +41,9 @@ class DeviceTreeSampler(TreeSampler):
     def __init__(
         self,
         sampler: Sampler,
-        plan_of: Callable[[InputBatch], StepPlan | None],
+        plan_of: Callable[[InputBatch], StepPlan | DevicePlan | None],
         positions: torch.Tensor,
-        commit: Callable[
-            [InputBatch, torch.Tensor, torch.Tensor], Callable[[], Accepted]
-        ],
+        commit: Callable[[InputBatch, torch.Tensor, torch.Tensor], None],
         on_time: Callable[[str, float], None],
         verification: str = "coupled",
     ) -> None:
@@ -54,7 +54,7 @@ class DeviceTreeSampler(TreeSampler):
             plan_of: As there.
             positions: As there.
             commit: Moves the K/V of accepted rows [R, N] int32, so many [R] int32 of
-                each request; waits for them where its result is called.
+                each request.
             on_time: As there.
             verification: As there.
         """
@@ -78,20 +78,17 @@ class DeviceTreeSampler(TreeSampler):
         counts = np.array([len(of_request) for of_request in paths])
         requests = np.repeat(np.arange(num_reqs), counts).tolist()
         flat_paths = [path for of_request in paths for path in of_request]
-        most = max(1, MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES))
-        if self.sampler.get_logprobs_dims(input_batch.idx_mapping_np) is not None:
-            most = len(requests)  # every row has as many, whatever its request wants
+        most = MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
+        if looks_back(self.sampler, plan.slots).any():
+            most //= 1 + plan.max_depth  # of a row that looks back
+        most = max(1, most)
+        chunks = [slice(i, i + most) for i in range(0, len(requests), most)]
         outputs = [
-            self._of_rows(
-                logits,
-                input_batch,
-                plan,
-                requests[begin : begin + most],
-                flat_paths[begin : begin + most],
-            )
-            for begin in range(0, len(requests), most)
+            self._of_rows(logits, input_batch, plan, requests[chunk], flat_paths[chunk])
+            for chunk in chunks
         ]
-        targets, logprobs, num_nans = map(_whole, zip(*outputs, strict=True))
+        tokens, found, num_nans = zip(*outputs, strict=True)
+        targets = torch.cat(tokens)
         drafts, parents = plan.drafts_and_parents(logits.device)
         first, num_rows = stage(
             logits.device, np.cumsum(counts) - counts, counts.astype(np.int32)
@@ -101,13 +98,13 @@ class DeviceTreeSampler(TreeSampler):
         path = torch.where(depths < num_accepted[:, None], path, 0)
         rows = first[:, None] + torch.nn.functional.pad(path, (1, 0))
         self._on_time(VERIFY, time.perf_counter() - started)
-        accepted = self._commit(input_batch, path, num_accepted)
-        if logprobs is not None:
-            logprobs = _chosen(logprobs, np.cumsum(counts) - counts, accepted())
-        if num_nans is not None:
-            num_nans = num_nans[first]
+        self._commit(input_batch, path, num_accepted)
         return self._emitted(
-            input_batch, targets[rows], num_accepted + 1, logprobs, num_nans
+            input_batch,
+            targets[rows],
+            num_accepted + 1,
+            _chosen(placed(len(targets), zip(chunks, found, strict=True)), rows),
+            None if num_nans[0] is None else torch.cat(num_nans)[first],
         )
 
     def _of_rows(
@@ -125,6 +122,21 @@ class DeviceTreeSampler(TreeSampler):
         output = self._sample(logits, batch, plan, requests, paths)
         tokens = output.sampled_token_ids[:, 0]
         return tokens, output.logprobs_tensors, output.num_nans
+
+    def _chains(
+        self,
+        plan: StepPlan | DevicePlan | None,
+        slots: np.ndarray,
+        first: np.ndarray,
+        paths: list[list[int]],
+        device: torch.device,
+    ) -> Chains:
+        """As `TreeSampler`."""
+        if not isinstance(plan, DevicePlan):
+            return super()._chains(plan, slots, first, paths, device)
+        rows = np.array([path[-1] if path else 0 for path in paths])
+        looks = looks_back(self.sampler, slots)
+        return Chains.on_device(plan.buffers, slots, rows, first, looks)
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
@@ -156,30 +168,25 @@ class DeviceDrawTestingSampler(DrawTestingSampler):
         return logits, found
 
 
-def _whole(parts: tuple[Any, ...]) -> Any:
-    """What was found of all rows; log probabilities are found at once."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
-
-
 def _chosen(
-    found: LogprobsTensors, first: np.ndarray, accepted: Accepted
-) -> LogprobsTensors:
-    """The log probabilities of emitted tokens.
+    found: LogprobsTensors | None, rows: torch.Tensor
+) -> LogprobsTensors | None:
+    """Log probabilities of emitted tokens; behind them stands what nobody reads.
+
+    vLLM takes as many of each request as it has tokens (vllm/v1/outputs.py,
+    `slice_request`).
 
     Args:
-        found: Of all rows [G].
-        first: [R] first row of each request.
-        accepted: Its accepted rows.
+        found: Of all rows.
+        rows: [R, N + 1] of each request.
     """
-    rows = [
-        [start, *(start + row for row in accepted.get(i, []))]
-        for i, start in enumerate(first.tolist())
-    ]
-    ends = np.cumsum([0, *map(len, rows)]).tolist()
-    (chosen,) = stage(found.logprobs.device, np.concatenate(rows))
+    if found is None:
+        return None
+    num_reqs, width = rows.shape
+    rows = rows.flatten()
     return LogprobsTensors(
-        found.logprob_token_ids[chosen],
-        found.logprobs[chosen],
-        found.selected_token_ranks[chosen],
-        ends,
+        found.logprob_token_ids[rows],
+        found.logprobs[rows],
+        found.selected_token_ranks[rows],
+        [i * width for i in range(num_reqs + 1)],
     )

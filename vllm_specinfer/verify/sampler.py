@@ -19,9 +19,10 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import read, stage
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
-from vllm_specinfer.tree.proposals import Draws, joined
+from vllm_specinfer.tree.proposals import Draws
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.verify.chains import Chains, looks_back
+from vllm_specinfer.verify.logprobs import placed
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
@@ -156,34 +157,14 @@ class TreeSampler:
         """
         requests = list(requests)
         slots = batch.idx_mapping_np[requests]
-        first = batch.cu_num_logits_np[requests].tolist()
-        places = [path[-1] if path else 0 for path in paths]
-        chains = [
-            [0, *path] if needs_path else [place]
-            for path, place, needs_path in zip(
-                paths, places, looks_back(self.sampler, slots), strict=True
-            )
-        ]
-        counts = np.array([len(chain) for chain in chains])
-        rows = [
-            start + row
-            for start, chain in zip(first, chains, strict=True)
-            for row in chain
-        ]
+        first = batch.cu_num_logits_np[requests]
+        counts, rows, before = self._chains(plan, slots, first, paths, logits.device)
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         slot_of_row = np.repeat(slots, counts)
-        chosen, which, mapping, expanded, local, cu_num_logits, last = stage(
-            logits.device,
-            np.array(rows),
-            np.array(requests),
-            slots,
-            slot_of_row,
-            # Processors that look back find a row's prefix in the rows before it.
-            np.concatenate([np.arange(n, dtype=np.int32) for n in counts]),
-            ends,
-            ends[1:] - 1,
+        which, mapping, expanded, cu_num_logits, last = stage(
+            logits.device, np.array(requests), slots, slot_of_row, ends, ends[1:] - 1
         )
-        logits = logits[chosen]
+        logits = logits[rows]
         view = replace(
             batch,
             num_reqs=len(slots),
@@ -191,10 +172,10 @@ class TreeSampler:
             idx_mapping_np=slots,
             positions=self._row_positions(batch, plan),
             expanded_idx_mapping=expanded,
-            expanded_local_pos=local,
+            expanded_local_pos=before,
             seq_lens=batch.seq_lens[which],
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[requests],
-            logits_indices=batch.logits_indices[chosen],
+            logits_indices=batch.logits_indices[rows],
             cu_num_logits=cu_num_logits,
             cu_num_logits_np=ends,
         )
@@ -216,6 +197,25 @@ class TreeSampler:
                 found.selected_token_ranks[last],
             )
         return output
+
+    def _chains(
+        self,
+        plan: StepPlan | None,
+        slots: np.ndarray,
+        first: np.ndarray,
+        paths: list[list[int]],
+        device: torch.device,
+    ) -> Chains:
+        """What G rows look back at.
+
+        Args:
+            plan: The step's trees.
+            slots: [G] request slots.
+            first: [G] logits row of each root.
+            paths: [G] as in `_sample`.
+            device: Where the logits are.
+        """
+        return Chains.along(paths, first, looks_back(self.sampler, slots), device)
 
     def _drawn(
         self,
@@ -270,12 +270,10 @@ class TreeSampler:
         """[G] the drawn children of the row at the end of each path."""
         if plan is None:
             return [None] * len(requests)
-        nodes = [path[-1] - 1 if path else ROOT for path in paths]
-        found = [
-            plan.table.draws[plan.slots[i]].get(node) if plan.is_tree[i] else None
-            for i, node in zip(requests, nodes, strict=True)
+        return [
+            plan.draws(i, path[-1] if path else 0)
+            for i, path in zip(requests, paths, strict=True)
         ]
-        return [joined(sources) if sources else None for sources in found]
 
     def _only_draws(self, slots: np.ndarray) -> bool:
         """Nothing is asked of these requests' rows but a draw at some temperature.
@@ -329,7 +327,7 @@ class TreeSampler:
             batch,
             tokens,
             num_tokens,
-            _joined_logprobs(counts, levels),
+            _joined_logprobs(counts, levels, tokens.device),
             levels[0][1].num_nans if levels else None,
         )
 
@@ -366,18 +364,10 @@ class TreeSampler:
         )
 
 
-def looks_back(sampler: Sampler, slots: np.ndarray) -> np.ndarray:
-    """[G] whose logits depend on the tokens drafted before a row."""
-    _, penalties, bad_words, *custom = sampler.logits_processors
-    thinking = sampler.thinking_budget_state
-    looks = penalties.use_penalty[slots] | (bad_words.num_bad_words.np[slots] > 0)
-    if thinking.enabled:
-        looks = looks | thinking.use_thinking_budget[slots]
-    return looks | bool(custom)
-
-
 def _joined_logprobs(
-    counts: list[int], levels: list[tuple[Sequence[int], SamplerOutput]]
+    counts: list[int],
+    levels: list[tuple[Sequence[int], SamplerOutput]],
+    device: torch.device,
 ) -> LogprobsTensors | None:
     """The levels' logprobs, one row per emitted token, request by request.
 
@@ -385,21 +375,14 @@ def _joined_logprobs(
         counts: [R] emitted tokens per request.
         levels: Per level the requests and their rows; none where nothing but a draw
             was asked.
+        device: Where they are.
     """
-    if not levels or levels[0][1].logprobs_tensors is None:
-        return None
     ends = np.concatenate([[0], np.cumsum(counts)])
-    # The first level has all requests, so no later one is wider.
-    ids, logprobs, ranks = (
-        part.new_zeros((int(ends[-1]), *part.shape[1:]))
-        for part in levels[0][1].logprobs_tensors[:3]
+    found = placed(
+        int(ends[-1]),
+        [
+            (stage(device, ends[list(requests)] + depth)[0], output.logprobs_tensors)
+            for depth, (requests, output) in enumerate(levels)
+        ],
     )
-    for depth, (requests, output) in enumerate(levels):
-        if (found := output.logprobs_tensors) is None:
-            continue
-        (rows,) = stage(ids.device, ends[list(requests)] + depth)
-        width = found.logprob_token_ids.shape[1]
-        ids[rows, :width] = found.logprob_token_ids
-        logprobs[rows, :width] = found.logprobs
-        ranks[rows] = found.selected_token_ranks
-    return LogprobsTensors(ids, logprobs, ranks, ends.tolist())
+    return found and found._replace(cu_num_generated_tokens=ends.tolist())

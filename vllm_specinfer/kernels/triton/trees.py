@@ -136,7 +136,6 @@ def best_trees(
     least: float,
     slots: torch.Tensor,
     buffers: TreeBuffers,
-    max_depth: int,
 ) -> DeviceTree:
     """The trees of the N best candidates, stored for their verification.
 
@@ -146,7 +145,6 @@ def best_trees(
         least: The lowest score of a node.
         slots: [R] int64 rows of the buffers; several may be padding.
         buffers: Where the trees are stored.
-        max_depth: No node is deeper.
     """
     num_reqs, width = candidates.scores.shape
     parents = candidates.parents
@@ -168,7 +166,7 @@ def best_trees(
         candidates.tokens.contiguous(),
         parents.contiguous(),
         candidates.scores.contiguous(),
-        *(places, chosen, slots, width, num_nodes, max_depth),
+        *(places, chosen, slots, width, num_nodes, buffers.max_depth),
         ROOT=ROOT,
         NO_NODE=NO_NODE,
         NUM_WORDS=buffers.bits.shape[2],
