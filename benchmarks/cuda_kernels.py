@@ -72,6 +72,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     yield "commit", lambda: _check_commit(device)
     yield "verification", lambda: _check_verification(device)
     yield "children", lambda: _check_children(device)
+    yield "penalties", lambda: _check_penalties(device)
     yield "suffix lookup", lambda: _check_suffixes(device)
     yield "trees", lambda: _check_trees(device)
     steps = [tree_attention_cases.small_steps()]
@@ -161,6 +162,13 @@ def _check_children(device: str) -> None:
     import test_triton_coupled as tests
 
     tests.check(coupled_cases.run(device))
+
+
+def _check_penalties(device: str) -> None:
+    import penalties_cases
+    import test_triton_penalties as tests
+
+    tests.check(penalties_cases.run(device))
 
 
 def _check_trees(device: str) -> None:

@@ -160,7 +160,7 @@ def steps(monkeypatch):
     arrays = {k: SimpleNamespace(np=np.array(v)) for k, v in values.items()}
     sampler = SimpleNamespace(sampling_states=SimpleNamespace(**arrays))
     monkeypatch.setattr(
-        ahead_steps, "looks_back", lambda sampler, slots: np.isin(slots, sampler.back)
+        ahead_steps, "needs_chain", lambda sampler, slots: np.isin(slots, sampler.back)
     )
     sampler.back = []
     drafter, budget, lessons = Drafter(sources.ssms), Chosen(), Lessons()

@@ -112,6 +112,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.scheduling import memory
     from vllm_specinfer.scheduling.budget import Budget, LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
+    from vllm_specinfer.tree import table
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
@@ -248,7 +249,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     draft = speculator.TreeSpeculator.draft
     update = SpecInferScheduler.update_draft_token_ids
     start, asks = SourceSet.start, SourceSet._asks_ssms
-    joined = sampler.joined
+    joined = table.joined
     choose = children.ChildChooser.choose
     output = sampler.TreeSampler._output
     draw = sampling.noised_argmax
@@ -285,7 +286,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "only_kept_children": changed_draws(drop_unlikely),
         "q_not_updated": changed_draws(keep_the_first_q),
         "duplicates_across_sources_dropped": lambda: mock.patch.object(
-            sampler, "joined", drop_what_another_source_drew
+            table, "joined", drop_what_another_source_drew
         ),
         "ssms_sit_out_the_first_request": ssms_sit_out_the_first_request,
         "no_stock_attention": no_stock_attention,

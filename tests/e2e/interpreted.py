@@ -21,6 +21,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
 # They look back, and at how many tokens each is.
 LOOKING_BACK = {**SAMPLED, "max_tokens": 20, "presence_penalty": 1.0, "logprobs": 1}
+TWO_BACK = {**GREEDY, "max_tokens": 20, "extra_args": {"two_back": 2.0}}
 LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
@@ -65,6 +66,8 @@ def main() -> None:
         for most in (LONGER, LONGEST)
     )
     back = {"prompts": PROMPTS[:2], "params": [PENALISED, LOOKING_BACK]}
+    custom = {"prompts": PROMPTS[:2], "params": [TWO_BACK, LOOKING_BACK]}
+    processors = {"logits_processors": ["tests.e2e.processors:TwoBack"]}
     # The second time each text is known.
     again = {name: 2 * both for name, both in longer.items()}
     jobs = {
@@ -96,11 +99,14 @@ def main() -> None:
             ),
         )
     }
+    jobs["custom"] = {**jobs["back"], **custom}
+    jobs["custom"]["llm"] = {**jobs["back"]["llm"], **processors}
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
     on_cpu["back"] = {**plain, **back}
+    on_cpu["custom"] = {**plain, **custom, "llm": {**llm, **processors}}
     on_cpu["known"] = {**plain, **longer}
     for name in ("mss", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}

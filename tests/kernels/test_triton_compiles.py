@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 from vllm_specinfer.kernels.triton import (
     commit,
     growth,
+    penalties,
     places,
     texts,
     tree_attention,
@@ -140,6 +141,16 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
         ),
         (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
+        (
+            penalties._path_penalties_kernel,
+            {"BLOCK": penalties.BLOCK},
+            types_of(
+                {
+                    "*fp32": "logits repetition frequency presence",
+                    "*i32": "slots paths prompt_bits counts",
+                }
+            ),
+        ),
         (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
         (
             places._newest_places_kernel,

@@ -203,9 +203,7 @@ class AheadDrafter:
             ]
             union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
-            tree = best_trees(
-                union, self._num_nodes, self._least, slots, self.buffers
-            )
+            tree = best_trees(union, self._num_nodes, self._least, slots, self.buffers)
             lengths = self._texts.lengths[inputs.slots]
             by_source = given(tree, columns, sources)
             return lengths, tree.parents, tree.scores, by_source

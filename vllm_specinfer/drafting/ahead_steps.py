@@ -3,11 +3,11 @@
 With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
 suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
-(`TreeSpeculator.draft`): those with grammars, draws that are tested, or processors that
-look back at paths of many tokens, those after which the SSMs have to read what they
-have sat out or a prompt of a few tokens has ended, and of heads, which read the
-target's states, those with prompts and those that they sit out. All ranks decide alike
-(`scheduling/lessons.py`).
+(`TreeSpeculator.draft`): those with grammars, draws that are tested, or processors
+other than penalties that look back at paths of many tokens, those after which the SSMs
+have to read what they have sat out or a prompt of a few tokens has ended, and of heads,
+which read the target's states, those with prompts and those that they sit out. All
+ranks decide alike (`scheduling/lessons.py`).
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
@@ -40,7 +40,7 @@ from vllm_specinfer.scheduling.step_stats import (
 )
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.on_device import NO_NODE
-from vllm_specinfer.verify.chains import looks_back
+from vllm_specinfer.verify.chains import needs_chain
 
 # Each row that looks back gets a chain as long as trees may be deep.
 MOST_LOOKED_BACK = 16
@@ -210,7 +210,7 @@ class AheadSteps:
             or any(source.draws(temperatures) for source in self._sources.ssms)
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
-                and looks_back(self._sampler, slots).any()
+                and needs_chain(self._sampler, slots).any()
             )
         )
 

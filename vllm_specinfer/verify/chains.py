@@ -2,7 +2,8 @@
 
 Penalties, bad words, thinking budgets and custom processors find the tokens drafted
 before a row in the rows before it (vllm/v1/worker/gpu/sample/penalties.py). Siblings
-have no such place, so that each row that needs one gets its own copy of its path.
+have no such place, so that each row that needs one gets its own copy of its path; on
+the device not for penalties (`verify/path_penalties.py`).
 
 Dimension legend: G rows to sample, n rows of their chains, D levels of a tree.
 """
@@ -14,6 +15,7 @@ import torch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import stage
+from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.on_device import TreeBuffers
 
 
@@ -24,11 +26,14 @@ class Chains(NamedTuple):
         counts: [G] rows of each; its last one is sampled.
         rows: [n] int64 logits rows, on the device.
         before: [n] int32 rows of its path before each, on the device.
+        paths: [n, D] int32 tokens drafted before each sampled one, on the device; None
+            where no tree is only the device's.
     """
 
     counts: np.ndarray
     rows: torch.Tensor
     before: torch.Tensor
+    paths: torch.Tensor | None = None
 
     @classmethod
     def along(
@@ -71,7 +76,7 @@ class Chains(NamedTuple):
             slots: [G] request slots.
             rows: [G] rows of their trees.
             first: As `along`.
-            looks: As `along`.
+            looks: [G] bool, whether anything but penalties looks back.
         """
         depth = buffers.max_depth
         counts = np.where(looks, depth + 1, 1)
@@ -84,18 +89,26 @@ class Chains(NamedTuple):
             *(looks, chain, places),
         )
         found, before = buffers.chains(slots, rows)
+        tokens = buffers.tokens[slots[:, None], (found - 1).clamp_min(0)]
+        paths = torch.where(before > 0, tokens, NO_TOKEN)[:, 1:].int()
         return cls(
             counts,
             (first[:, None] + found)[chain, places],
             (looks[:, None] * before)[chain, places],
+            paths[chain],
         )
 
 
 def looks_back(sampler: Sampler, slots: np.ndarray) -> np.ndarray:
     """[G] whose logits depend on the tokens drafted before a row."""
-    _, penalties, bad_words, *custom = sampler.logits_processors
+    return sampler.penalties_state.use_penalty[slots] | needs_chain(sampler, slots)
+
+
+def needs_chain(sampler: Sampler, slots: np.ndarray) -> np.ndarray:
+    """[G] the same but for penalties."""
+    _, _, bad_words, *custom = sampler.logits_processors
     thinking = sampler.thinking_budget_state
-    looks = penalties.use_penalty[slots] | (bad_words.num_bad_words.np[slots] > 0)
+    looks = bad_words.num_bad_words.np[slots] > 0
     if thinking.enabled:
         looks = looks | thinking.use_thinking_budget[slots]
     return looks | bool(custom)

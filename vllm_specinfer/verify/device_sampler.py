@@ -20,8 +20,9 @@ from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.verify.chains import Chains, looks_back
+from vllm_specinfer.verify.chains import Chains, looks_back, needs_chain
 from vllm_specinfer.verify.logprobs import placed
+from vllm_specinfer.verify.path_penalties import PathPenalties
 from vllm_specinfer.verify.sampler import TreeSampler
 from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
 
@@ -61,6 +62,9 @@ class DeviceTreeSampler(TreeSampler):
         super().__init__(sampler, plan_of, positions, commit, on_time, verification)
         if self._tests is not None:
             self._tests = DeviceDrawTestingSampler(sampler)
+        self._penalties = PathPenalties(sampler.penalties_state)
+        where = sampler.logits_processors.index(sampler.penalties_state)
+        sampler.logits_processors[where] = self._penalties
 
     def __call__(
         self,
@@ -80,7 +84,7 @@ class DeviceTreeSampler(TreeSampler):
         flat_paths = [path for of_request in paths for path in of_request]
         most = MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
         if looks_back(self.sampler, plan.slots).any():
-            most //= 1 + plan.max_depth  # of a row that looks back
+            most //= 1 + plan.max_depth  # rows of a chain
         most = max(1, most)
         chunks = [slice(i, i + most) for i in range(0, len(requests), most)]
         outputs = [
@@ -119,7 +123,10 @@ class DeviceTreeSampler(TreeSampler):
         if self._only_draws(batch.idx_mapping_np):
             drawn = self._drawn(logits, batch, plan, requests, paths)
             return drawn[:, 0], None, None
-        output = self._sample(logits, batch, plan, requests, paths)
+        try:
+            output = self._sample(logits, batch, plan, requests, paths)
+        finally:
+            self._penalties.paths = None
         tokens = output.sampled_token_ids[:, 0]
         return tokens, output.logprobs_tensors, output.num_nans
 
@@ -131,12 +138,14 @@ class DeviceTreeSampler(TreeSampler):
         paths: list[list[int]],
         device: torch.device,
     ) -> Chains:
-        """As `TreeSampler`."""
-        if not isinstance(plan, DevicePlan):
+        """As `TreeSampler`; penalties hear of paths that stand in no rows."""
+        if not (isinstance(plan, DevicePlan) and looks_back(self.sampler, slots).any()):
             return super()._chains(plan, slots, first, paths, device)
         rows = np.array([path[-1] if path else 0 for path in paths])
-        looks = looks_back(self.sampler, slots)
-        return Chains.on_device(plan.buffers, slots, rows, first, looks)
+        looks = needs_chain(self.sampler, slots)
+        chains = Chains.on_device(plan.buffers, slots, rows, first, looks)
+        self._penalties.paths = chains.paths
+        return chains
 
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""

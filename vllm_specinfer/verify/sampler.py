@@ -158,7 +158,8 @@ class TreeSampler:
         requests = list(requests)
         slots = batch.idx_mapping_np[requests]
         first = batch.cu_num_logits_np[requests]
-        counts, rows, before = self._chains(plan, slots, first, paths, logits.device)
+        chains = self._chains(plan, slots, first, paths, logits.device)
+        counts, rows = chains.counts, chains.rows
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         slot_of_row = np.repeat(slots, counts)
         which, mapping, expanded, cu_num_logits, last = stage(
@@ -172,7 +173,7 @@ class TreeSampler:
             idx_mapping_np=slots,
             positions=self._row_positions(batch, plan),
             expanded_idx_mapping=expanded,
-            expanded_local_pos=before,
+            expanded_local_pos=chains.before,
             seq_lens=batch.seq_lens[which],
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[requests],
             logits_indices=batch.logits_indices[rows],
