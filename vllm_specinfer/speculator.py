@@ -392,6 +392,12 @@ class TreeSpeculator(DraftModelSpeculator):
             return self._ahead.sizes
         return {req_id: len(tree.parents) for req_id, tree in self.trees.items()}
 
+    def parents(self) -> dict[str, list[int]]:
+        """Of the drafts that have rows, by request; waits for them."""
+        if self._ahead is not None and self._ahead.trees is not None:
+            return self._ahead.trees.parents()
+        return {req_id: tree.parents.tolist() for req_id, tree in self.trees.items()}
+
     @property
     def knows_texts(self) -> bool:
         """`num_computed` is of the last step."""

@@ -168,7 +168,7 @@ class TreeWorker(Worker):
         return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Draft; as many nodes as each request's tree has, and their parents.
+        """Draft; as many nodes as each request's tree has rows, and their parents.
 
         The runner reports N tokens for every request, as placeholders unless a grammar
         wants to know them (vllm/v1/worker/gpu/spec_decode/utils.py).
@@ -177,10 +177,8 @@ class TreeWorker(Worker):
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        trees = self.model_runner.speculator.trees
-        parents = [
-            trees[r].parents.tolist() if r in trees else [] for r in drafts.req_ids
-        ]
+        of_requests = self.model_runner.speculator.parents()
+        parents = [of_requests.get(req_id, []) for req_id in drafts.req_ids]
         tokens = zip(drafts.draft_token_ids, parents, strict=True)
         return DraftTrees(
             drafts.req_ids,

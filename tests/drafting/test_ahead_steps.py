@@ -18,8 +18,8 @@ from vllm_specinfer.scheduling.step_stats import (
     SCHEDULE,
     WorkerStats,
 )
-from vllm_specinfer.tree.on_device import NO_NODE, TreeBuffers
-from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.tree.on_device import TreeBuffers
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT
 
 SLOTS, NODES = 4, 3
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def a_batch(slots, nodes=0, read=None, **more):
     count, read = len(slots), read or {}
     before = np.array([read.get(slot, 9) for slot in slots])
     return SimpleNamespace(
-        **{"has_structured_output_reqs": False, **more},
+        **more,
         has_prefill=bool(read),
         prefill_len_np=np.full(count, 9),
         is_prefilling_np=before < 9,
@@ -221,7 +221,6 @@ def test_steps_that_need_the_host_are_not_taken(steps):
     steps._reads_states = True
     assert not steps.takes(a_batch([0, 3], read={0: 0}))
     assert steps.takes(a_batch([0, 3]))
-    assert not steps.takes(a_batch([0], has_structured_output_reqs=True))
     assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
     steps.sampler.back = [3]

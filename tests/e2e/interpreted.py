@@ -22,6 +22,7 @@ PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 
 # They look back, and at how many tokens each is.
 LOOKING_BACK = {**SAMPLED, "max_tokens": 20, "presence_penalty": 1.0, "logprobs": 1}
 TWO_BACK = {**GREEDY, "max_tokens": 20, "extra_args": {"two_back": 2.0}}
+REGEX = {"structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){3,6}"}}
 LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
@@ -67,6 +68,12 @@ def main() -> None:
     )
     back = {"prompts": PROMPTS[:2], "params": [PENALISED, LOOKING_BACK]}
     custom = {"prompts": PROMPTS[:2], "params": [TWO_BACK, LOOKING_BACK]}
+    formal = {
+        "prompts": PROMPTS[:3],
+        "params": [{**GREEDY, **REGEX, **LONGEST}, *ahead["params"][1:]],
+    }
+    formal["params"].append({**SAMPLED, **REGEX, **LONGEST})
+    tokenizer = {"skip_tokenizer_init": False}
     processors = {"logits_processors": ["tests.e2e.processors:TwoBack"]}
     # The second time each text is known.
     again = {name: 2 * both for name, both in longer.items()}
@@ -99,6 +106,8 @@ def main() -> None:
             ),
         )
     }
+    jobs["formal"] = {**jobs["back"], **formal}
+    jobs["formal"]["llm"] = {**jobs["back"]["llm"], **tokenizer}
     jobs["custom"] = {**jobs["back"], **custom}
     jobs["custom"]["llm"] = {**jobs["back"]["llm"], **processors}
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
@@ -106,6 +115,7 @@ def main() -> None:
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
     on_cpu["back"] = {**plain, **back}
+    on_cpu["formal"] = {**plain, **formal, "llm": {**llm, **tokenizer}}
     on_cpu["custom"] = {**plain, **custom, "llm": {**llm, **processors}}
     on_cpu["known"] = {**plain, **longer}
     for name in ("mss", "coupled", "two", "eagle"):

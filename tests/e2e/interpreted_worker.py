@@ -253,9 +253,11 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         sizes = getattr(speculator._ahead, "sizes", None)
         step = {"ahead": bool(sizes), "launch": counter() - before}
         step["looks_up"] = bool(speculator.sources.lookups)
+        step["ssms"] = len(speculator.sources.ssms)
         if state is not None:
             batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
             step["prefills"] = batch.has_prefill
+            step["grammars"] = batch.has_structured_output_reqs
             step["logprobs"] = dims(batch.idx_mapping_np) is not None
             if runner.cudagraph_manager._graphs_captured:
                 step["rows"] = batch.num_tokens

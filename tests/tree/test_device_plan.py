@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.device_plan import DevicePlan
-from vllm_specinfer.tree.on_device import NO_NODE, DeviceTree, TreeBuffers
+from vllm_specinfer.tree.on_device import DeviceTree, TreeBuffers
 from vllm_specinfer.tree.table import TreeTable
-from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT
 
 SLOTS, NODES = 6, 70
 CPU = torch.device("cpu")

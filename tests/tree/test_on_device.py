@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.kernels.candidates import VOCAB, grown
 from vllm_specinfer.tree import on_device
 from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates, merge
-from vllm_specinfer.tree.on_device import NO_NODE, DeviceCandidates, TreeBuffers
-from vllm_specinfer.tree.token_tree import ROOT, ancestor_bits, node_depths
+from vllm_specinfer.tree.on_device import DeviceCandidates, TreeBuffers
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, ancestor_bits, node_depths
 
 
 def a_source(rng, num_reqs):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specinfer.tree.token_tree import (
+    NO_NODE,
     ROOT,
     TokenTree,
     ancestor_bits,
@@ -114,3 +115,11 @@ def test_leaf_paths_are_the_longest_paths_and_cover_the_tree(tree):
         assert path[-1] not in tree.parents
     assert {node for path in paths for node in path} == set(range(len(tree)))
     assert len({path[-1] for path in paths}) == len(paths)
+
+
+@given(trees())
+def test_no_path_goes_to_what_is_no_node(tree):
+    padded = TokenTree(
+        np.append(tree.tokens, [0, 0]), np.append(tree.parents, [NO_NODE, NO_NODE])
+    )
+    assert list(padded.leaf_paths()) == list(tree.leaf_paths())

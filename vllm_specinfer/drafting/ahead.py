@@ -23,12 +23,12 @@ from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.trees import best_trees
 from vllm_specinfer.kernels.triton.union import Union
 from vllm_specinfer.tree.on_device import (
-    NO_NODE,
     DeviceCandidates,
     TreeBuffers,
     cut,
     given,
 )
+from vllm_specinfer.tree.token_tree import NO_NODE
 
 
 class Found(NamedTuple):

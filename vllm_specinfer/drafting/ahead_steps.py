@@ -3,11 +3,12 @@
 With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
 suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
-(`TreeSpeculator.draft`): those with grammars, draws that are tested, or processors
-other than penalties that look back at paths of many tokens, those after which the SSMs
-have to read what they have sat out or a prompt of a few tokens has ended, and of heads,
-which read the target's states, those with prompts and those that they sit out. All
-ranks decide alike (`scheduling/lessons.py`).
+(`TreeSpeculator.draft`): those with draws that are tested, or processors other than
+penalties that look back at paths of many tokens, those after which the SSMs have to
+read what they have sat out or a prompt of a few tokens has ended, and of heads, which
+read the target's states, those with prompts and those that they sit out. All ranks
+decide alike (`scheduling/lessons.py`). Grammars ask for the trees while the target runs
+over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
@@ -39,7 +40,7 @@ from vllm_specinfer.scheduling.step_stats import (
     WorkerStats,
 )
 from vllm_specinfer.tree.device_plan import DevicePlan
-from vllm_specinfer.tree.on_device import NO_NODE
+from vllm_specinfer.tree.token_tree import NO_NODE
 from vllm_specinfer.verify.chains import needs_chain
 
 # Each row that looks back gets a chain as long as trees may be deep.
@@ -114,6 +115,11 @@ class AheadTrees:
     def num_nodes(self, slot: int) -> int:
         """Of the tree of a slot."""
         return int(self.found().is_node[self._places[slot]].sum())
+
+    def parents(self) -> dict[str, list[int]]:
+        """Of the nodes that have rows, by request; `NO_NODE` behind the last one."""
+        parents = self.found().parents[:, : self.num_rows].tolist()
+        return dict(zip(self._req_ids, parents, strict=True))
 
     def count(self, names: Sequence[str], stats: WorkerStats) -> None:
         """Nodes by source, and who has none."""
@@ -206,7 +212,6 @@ class AheadSteps:
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
             or (batch.has_prefill and self._reads_states)
-            or batch.has_structured_output_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK

@@ -16,10 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_specinfer.drafting.device_growth import DeviceGrowth
-from vllm_specinfer.tree.token_tree import ROOT, WORD_BITS, num_words
-
-# The parent of what is no node: no walk comes to it.
-NO_NODE = -2
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, WORD_BITS, num_words
 
 
 class DeviceCandidates(NamedTuple):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 ROOT = -1
+# The parent of what is no node, as the device pads trees: no walk comes to it.
+NO_NODE = -2
 WORD_BITS = 64
 
 
@@ -27,7 +29,8 @@ class TokenTree:
 
     Attributes:
         tokens: [N] int64, the token of each node.
-        parents: [N] int32, index of the parent node; `ROOT` for the root's children.
+        parents: [N] int32, index of the parent node; `ROOT` for the root's children;
+            `NO_NODE` behind the last node, where more rows are scheduled than it has.
     """
 
     tokens: np.ndarray
@@ -75,14 +78,15 @@ class TokenTree:
         return tokens[::-1]
 
     def leaf_paths(self) -> Iterator[list[int]]:
-        """The nodes from below the root down to each leaf."""
-        inner = set(self.parents.tolist())
-        for leaf in range(len(self)):
-            if leaf not in inner:
+        """The nodes from below the root down to each leaf; what is no node is none."""
+        parents = self.parents.tolist()
+        inner = set(parents)
+        for leaf, parent in enumerate(parents):
+            if leaf not in inner and parent != NO_NODE:
                 path, node = [], leaf
                 while node != ROOT:
                     path.append(node)
-                    node = int(self.parents[node])
+                    node = parents[node]
                 yield path[::-1]
 
     def truncate(self, num_nodes: int) -> "TokenTree":

@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 
 from vllm_specinfer.tree.on_device import (
-    NO_NODE,
     DeviceCandidates,
     DeviceTree,
     TreeBuffers,
 )
-from vllm_specinfer.tree.token_tree import ROOT
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT
 
 # Candidates that are compared at once.
 BLOCK = 64
