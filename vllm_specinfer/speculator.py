@@ -370,9 +370,12 @@ class TreeSpeculator(DraftModelSpeculator):
         started = time.perf_counter()
         most = self.num_speculative_steps if most is None else most
         if states is not None:
+            first = input_batch.query_start_loc_np[: input_batch.num_reqs]
+            last = input_batch.query_start_loc_np[1 : input_batch.num_reqs + 1] - 1
+            roots = np.where(input_batch.is_prefilling_np, last, first)
             states = TargetStates(
                 states,
-                input_batch.query_start_loc[: input_batch.num_reqs],
+                stage(self.device, roots)[0],
                 self._model_state.path_of(input_batch),
             )
         found = self._ahead.draft(

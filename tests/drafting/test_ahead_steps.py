@@ -1,5 +1,6 @@
 """What is decided before a step is known, and what is learned of it afterwards."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from vllm_specinfer.drafting import ahead_steps
 from vllm_specinfer.drafting.ahead import Found
 from vllm_specinfer.drafting.ahead_steps import AheadSteps
+from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.step_stats import (
@@ -63,7 +65,7 @@ class Ssm:
     """Follows as it is told to; notes who falls behind and what it has read."""
 
     work = (0, 0)
-    reads_states = False
+    lookahead, reads_states = 0, False
 
     def __init__(self):
         self.ssm = self.on_device = self.levels = self
@@ -86,6 +88,11 @@ class Ssm:
         assert not len(step.growing)
         for slot, end in zip(step.slots.tolist(), step.num_tokens, strict=True):
             self.caught_up.append((slot, step.all_token_ids[slot, :end].tolist()))
+        if self.lookahead:
+            starts = step.state_starts.tolist()
+            self.states = [
+                step.states[begin:end, 0].tolist() for begin, end in pairwise(starts)
+            ]
 
     def observe(self, scores):
         self.grown.append(scores)
@@ -111,13 +118,18 @@ class Drafter:
         self.buffers = TreeBuffers(SLOTS, NODES, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
         self.is_following, self.ssms, self.lagging = True, ssms, []
+        self.window = 4
         self.launched, self.looked_up, self.num_heard = [], [], 0
 
     def follows(self, slots):
         return self.is_following and not np.isin(slots, self.lagging).any()
 
+    def may_follow(self, num_tokens):
+        return bool((num_tokens >= self.window).all())
+
     def launch(self, slots, num_new, roots, states):
         assert num_new.tolist() == [1 + slot for slot in slots]
+        self.states = states
         self.launched.append(slots.tolist())
         for ssm in self.ssms:
             ssm.work = ssm.work[0] + 10, ssm.work[1] + 2
@@ -201,13 +213,14 @@ def a_batch(slots, nodes=0, read=None, **more):
         num_reqs=count,
         num_tokens=count * (nodes + 1),
         num_computed_tokens_np=np.full(count, 10),
-        num_scheduled_tokens=np.where(before < 9, 4, nodes + 1),
+        num_scheduled_tokens=(num_rows := np.where(before < 9, 4, nodes + 1)),
+        query_start_loc_np=np.append(0, np.cumsum(num_rows)),
     )
 
 
-def draft(steps, batch, most=NODES):
+def draft(steps, batch, most=NODES, states=None):
     stats, num_new = WorkerStats(), batch.idx_mapping.int() + 1
-    return steps.draft(batch, num_new, None, most, stats), stats
+    return steps.draft(batch, num_new, states, most, stats), stats
 
 
 def start(steps, slot, name="new", tokens=()):
@@ -218,9 +231,6 @@ def start(steps, slot, name="new", tokens=()):
 def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 1, 3]))
     assert steps.takes(a_batch([0, 3], read={0: 0}))
-    steps._reads_states = True
-    assert not steps.takes(a_batch([0, 3], read={0: 0}))
-    assert steps.takes(a_batch([0, 3]))
     assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
     steps.sampler.back = [3]
@@ -312,6 +322,27 @@ def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):
     assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
 
 
+def test_heads_read_the_states_of_prompts(steps):
+    head = steps.sources.ssms[1]
+    head.lookahead, head.reads_states, steps._reads_states = 1, True, True
+    tokens = {slot: [50 + 10 * slot + i for i in range(9)] for slot in (0, 1)}
+    for slot, prompt in tokens.items():
+        start(steps, slot, tokens=prompt)
+    # The first ends its prompt, the second decodes, the third does not end it.
+    batch = a_batch([0, 3, 1], read={0: 5, 1: 4})
+    rows = torch.arange(9.0)[:, None]
+    path = torch.tensor([[0], [7], [0]])
+    states = TargetStates(rows, torch.tensor([3, 4, 8]), path)
+    draft(steps, batch, states=states)
+    # The last token's states go with the one behind it, which the host does not know.
+    assert head.caught_up == [(0, tokens[0]), (1, tokens[1])]
+    assert head.states == [[0, 1, 2], [5, 6, 7, 8]]
+    assert steps.sources.ssms[0].caught_up == [(0, tokens[0]), (1, tokens[1][:8])]
+    assert steps.drafter.launched == [[0, 3]]
+    assert steps.drafter.states.first.tolist() == [3, 4]
+    assert steps.drafter.states.path.tolist() == [[0], [7]]
+
+
 def test_inside_prompts_nobody_gets_a_tree(steps):
     start(steps, 1, tokens=range(9))
     found, stats = draft(steps, a_batch([1], read={1: 0}))
@@ -329,10 +360,10 @@ def test_prompts_wait_where_ssms_sit_out_or_the_host_drafts(steps):
     steps.budget.draft, steps.drafter.lagging = True, [3]
     assert draft(steps, batch)[0] == (True, True)
     assert not any(ssm.caught_up for ssm in steps.sources.ssms)
-    # Too short a prompt shows once it is read.
-    steps.drafter.lagging = [0]
+    # Nor where a prompt is too short.
+    steps.drafter.lagging, steps.drafter.window = [], 10
     assert draft(steps, batch)[0] == (True, True)
-    assert all(ssm.caught_up for ssm in steps.sources.ssms)
+    assert not any(ssm.caught_up for ssm in steps.sources.ssms)
     assert not steps.drafter.launched
 
 

@@ -58,7 +58,12 @@ def main() -> None:
     pair = {"ssms": [ssm, few], "tree": TREE, "num_speculative_tokens": 7}
     common = {"method": "specinfer", "scheduler": "static", "tree": "2,2"}
     everything = {"prompts": PROMPTS, "params": [GREEDY, GREEDY, PENALISED, SAMPLED]}
-    greedy = {"prompts": PROMPTS[:2], "params": [GREEDY]}
+    greedy = {"prompts": PROMPTS[:1], "params": [GREEDY]}
+    # One of them arrives while another one decodes, and is read in pieces beside it.
+    arriving = {
+        "prompts": [*PROMPTS[:2], PROMPTS[1][::-1]],
+        "params": [GREEDY, {**GREEDY, **LONGEST}, GREEDY],
+    }
     # Once its draws are not tested any more, a step is drafted for ahead.
     probable = {**GREEDY, "max_tokens": 16, "logprobs": 1}
     tested = {"prompts": PROMPTS[:2], "params": [SAMPLED, probable]}
@@ -96,12 +101,12 @@ def main() -> None:
             ),
             (
                 "two",
-                {**greedy, "prompts": PROMPTS[:1], "asynchronous": True},
+                {**greedy, "asynchronous": True},
                 {"ssms": [ssm, head], "tree": TREE},
             ),
             (
                 "eagle",
-                {**greedy, "asynchronous": True},
+                {**arriving, "asynchronous": True},
                 {"model": head, "tree": "2,1,2"},
             ),
         )
@@ -114,6 +119,7 @@ def main() -> None:
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
+    on_cpu["arriving"] = {**plain, **arriving}
     on_cpu["back"] = {**plain, **back}
     on_cpu["formal"] = {**plain, **formal, "llm": {**llm, **tokenizer}}
     on_cpu["custom"] = {**plain, **custom, "llm": {**llm, **processors}}

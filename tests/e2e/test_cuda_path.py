@@ -44,7 +44,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
     plain = of_cpu["plain"]["tokens"]
     assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
-    assert found["eagle"]["tokens"] == plain[:2]
+    assert found["eagle"]["tokens"] == of_cpu["arriving"]["tokens"]
     assert found["two"]["tokens"] == plain[:1]
     for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
@@ -62,11 +62,11 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
     for name in ("coupled", "two", "eagle", "ahead"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
-        # Beside them warm-up's, and those of requests that ended meanwhile.
-        trees = iter(found[name]["scores"])
+        # Beside them warm-up's, and those of requests that ended meanwhile; a step's
+        # requests may come in another order.
+        trees = found[name]["scores"].copy()
         for parents, scores in of_cpu[name]["scores"]:
-            near = pytest.approx(scores, abs=1e-3)
-            assert any(tree == [parents, near] for tree in trees)
+            trees.remove([parents, pytest.approx(scores, abs=1e-3)])
     ahead, on_cpu = found["ahead"]["metrics"], of_cpu["ahead"]["metrics"]
     for ssm in ("ssm0", "ssm1"):
         assert ahead[f"drafted_nodes {ssm}"] == on_cpu[f"drafted_nodes {ssm}"] > 3

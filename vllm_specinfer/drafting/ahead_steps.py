@@ -5,16 +5,16 @@ suffix lookup, is drafted for as soon as it is launched. Of prompts the host kno
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with draws that are tested, or processors other than
 penalties that look back at paths of many tokens, those after which the SSMs have to
-read what they have sat out or a prompt of a few tokens has ended, and of heads, which
-read the target's states, those with prompts and those that they sit out. All ranks
-decide alike (`scheduling/lessons.py`). Grammars ask for the trees while the target runs
-over them.
+read what they have sat out or a prompt of a few tokens has ended, and those that heads,
+which read the target's states, sit out. All ranks decide alike
+(`scheduling/lessons.py`). Grammars ask for the trees while the target runs over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,30 +57,37 @@ class Roles(NamedTuple):
         slots: [R] their slots.
         req_ids: [R] their names.
         decoding: [D] slots of those that had left their prompts before.
-        prompts: [P] slots of the others.
+        reading: [P] batch indices of the others.
+        prompts: [P] their slots.
         ends: [P] tokens of the prompts that have K/V now.
+        ended: [P] whether that is all.
     """
 
     growing: np.ndarray
     slots: np.ndarray
     req_ids: list[str]
     decoding: np.ndarray
+    reading: np.ndarray
     prompts: np.ndarray
     ends: np.ndarray
+    ended: np.ndarray
 
     @classmethod
     def of(cls, batch: InputBatch) -> "Roles":
         """The host knows them, whatever the step brings."""
         slots, in_prompt = batch.idx_mapping_np, batch.is_prefilling_np
         ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-        growing = np.flatnonzero(~in_prompt | (ends >= batch.prefill_len_np))
+        grows = ~in_prompt | (ends >= batch.prefill_len_np)
+        growing = np.flatnonzero(grows)
         return cls(
             growing=growing,
             slots=slots[growing],
             req_ids=[batch.req_ids[i] for i in growing],
             decoding=slots[~in_prompt],
+            reading=np.flatnonzero(in_prompt),
             prompts=slots[in_prompt],
             ends=ends[in_prompt].astype(np.int64),
+            ended=grows[in_prompt],
         )
 
 
@@ -211,7 +218,6 @@ class AheadSteps:
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
-            or (batch.has_prefill and self._reads_states)
             or any(source.draws(temperatures) for source in self._sources.ssms)
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
@@ -247,8 +253,9 @@ class AheadSteps:
         follows = self._drafter.follows(roles.decoding)
         decided = self._decided(batch, roles, most, follows)
         if decided.asks and follows and len(roles.prompts):
-            self._read(roles.prompts, roles.ends)
-            follows = self._drafter.follows(roles.slots)
+            follows = self._drafter.may_follow(roles.ends[roles.ended])
+            if follows:
+                self._read(roles, batch.query_start_loc_np, states)
         if not follows if decided.asks else self._reads_states:
             return decided
         self._lessons.end_step()
@@ -296,20 +303,39 @@ class AheadSteps:
         unread += sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
         return Decision(grows=True, asks=self._budget.drafts(num_reqs, unread))
 
-    def _read(self, slots: np.ndarray, ends: np.ndarray) -> None:
-        """The SSMs read prompts of requests [P] up to there."""
+    def _read(
+        self, roles: Roles, starts: np.ndarray, states: TargetStates | None
+    ) -> None:
+        """The SSMs read what the host knows of prompts.
+
+        Args:
+            roles: Whose.
+            starts: [B + 1] first row of each request.
+            states: Of all rows, where heads read them; that of a prompt's last token
+                they read with the token behind it, which only the device knows.
+        """
         none = np.zeros(0, np.int64)
         step = DraftStep(
-            slots=slots,
-            num_tokens=ends,
+            slots=roles.prompts,
+            num_tokens=roles.ends,
             growing=none,
             roots=root_rows(self._sampler.sampling_states, none, none),
             all_token_ids=self._prompts,
             decodes_only=False,
             tests_draws=False,
         )
+        if states is not None:
+            first, last = starts[roles.reading], starts[roles.reading + 1] - roles.ended
+            rows = np.concatenate([*map(np.arange, first, last)])
+            step = replace(
+                step,
+                states=states.states[stage(states.states.device, rows)[0]],
+                state_starts=np.concatenate([[0], np.cumsum(last - first)]),
+            )
         for source in self._sources.ssms:
-            source.ssm.catch_up(step)
+            # A head's row reads the token behind it, too.
+            ahead = np.where(roles.ended, 0, source.ssm.lookahead)
+            source.ssm.catch_up(replace(step, num_tokens=roles.ends + ahead))
         # That is not what drafting takes.
         self._clock.restart()
 
@@ -336,7 +362,9 @@ class AheadSteps:
             self._clock.lap(lambda seconds: None)  # next to nothing
             return found
         if len(roles.prompts):
-            num_new = num_new[stage(num_new.device, roles.growing)[0]]
+            (growing,) = stage(num_new.device, roles.growing)
+            num_new = num_new[growing]
+            states = states and states.of(growing)
         return self._ask(roles.slots, num_new, states)
 
     def _ask(

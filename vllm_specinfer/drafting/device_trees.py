@@ -177,6 +177,10 @@ class DeviceTrees:
         """`follow` may be asked for these requests."""
         return self._ssm.follows(slots, self._window)
 
+    def may_follow(self, num_tokens: np.ndarray) -> bool:
+        """As `NeuralSSM.may_follow`."""
+        return self._ssm.may_follow(num_tokens, self._window)
+
     def follow(
         self,
         slots: np.ndarray,

@@ -178,6 +178,10 @@ class NeuralSSM:
         known = self._num_caught_up[slots] >= window
         return bool((self._follows[slots] & known).all())
 
+    def may_follow(self, num_tokens: np.ndarray, window: int) -> bool:
+        """`follows` is true of requests [R] once so many of their tokens are read."""
+        return bool((num_tokens - self.lookahead >= window).all())
+
     def num_read(self, slots: np.ndarray) -> np.ndarray:
         """[R] rows of these requests whose K/V is known to be there."""
         return self._num_caught_up[slots]
@@ -208,6 +212,7 @@ class NeuralSSM:
         # Whoever wants a hidden state runs at least its last token.
         first[growing] = np.minimum(first[growing], num_rows[growing] - 1)
         counts = np.maximum(num_rows - first, 0)
+        self._follows[slots] = True
         part = np.flatnonzero(counts)
         if not len(part):
             return torch.empty(0, 0)
@@ -228,7 +233,6 @@ class NeuralSSM:
         self._num_caught_up[slots] = first  # again a block's last token, perhaps
         for slot, num_tokens in zip(slots.tolist(), step.num_tokens[part], strict=True):
             self.has_read(slot, int(num_tokens), step.all_token_ids[slot])
-        self._follows[slots] = True
         last = (starts[1:] - 1)[np.searchsorted(part, growing)]
         return self._last(hidden, stage(self.device, last)[0])
 

@@ -10,13 +10,17 @@ class TargetStates(NamedTuple):
 
     Attributes:
         states: [rows, D] of all rows.
-        first: [R] row of each request's root.
+        first: [R] row of each request's root, or of its prompt's last token.
         path: [R, N] accepted rows below it, from depth 1 down; any behind them.
     """
 
     states: torch.Tensor
     first: torch.Tensor
     path: torch.Tensor
+
+    def of(self, requests: torch.Tensor) -> "TargetStates":
+        """Of these requests."""
+        return self._replace(first=self.first[requests], path=self.path[requests])
 
     def last(self, num_new: torch.Tensor, window: int) -> torch.Tensor:
         """The states of the rows that stay, the last one last.
