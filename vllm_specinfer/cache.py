@@ -8,9 +8,10 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Our part of vLLM's cache; it may not exist yet."""
     root = os.environ.get("VLLM_CACHE_ROOT") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vllm"
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm"
     )
-    return Path(root, "specinfer")
+    # Not `Path.expanduser`, which fails where there is no home.
+    return Path(os.path.expanduser(root), "specinfer")
 
 
 def cpu() -> str:

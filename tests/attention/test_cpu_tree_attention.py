@@ -7,6 +7,7 @@ D head size.
 import random
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_specinfer.attention import cpu
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
+from vllm_specinfer.cache import cache_folder
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
@@ -700,6 +702,46 @@ def test_register_replaces_the_cpu_backend_and_may_run_twice():
         assert backend.get_name() == "CPU_ATTN"
     finally:
         AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [20, 33])
+def test_what_one_node_makes_of_nan_stays_with_it(dtype, num_rows):
+    """The tree begins behind a whole page and ends in half a tile."""
+    request = Request(128 - num_rows + 4, [-1] + [0] * (num_rows - 1))
+    batch = Batch([request], dtype, 64, 1, 1, block_size=128)
+    batch.query[-1] = torch.nan
+    is_nan = batch.run().isnan().flatten(1).any(1)
+    assert is_nan.tolist() == (num_rows - 1) * [False] + [True]
+
+
+def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    path = extension._library()
+    path.parent.mkdir()
+    path.write_bytes(b"")
+
+    def load(path):
+        if not path.read_bytes():
+            raise ImportError("file too short")
+        return "kernels"
+
+    monkeypatch.setattr(extension, "_build", lambda path: path.write_bytes(b"library"))
+    monkeypatch.setattr(extension, "_import", load)
+    extension.load.cache_clear()
+    try:
+        assert extension.load() == "kernels"
+    finally:
+        extension.load.cache_clear()
+
+
+def test_the_cache_is_where_vllms_is(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "~/caches")
+    assert cache_folder() == Path("/somewhere/caches/specinfer")
+    monkeypatch.delenv("VLLM_CACHE_ROOT")
+    assert cache_folder() == Path("/somewhere/.cache/vllm/specinfer")
 
 
 def test_without_a_compiler_the_kernel_is_plain_torch(monkeypatch, tmp_path, caplog):

@@ -182,7 +182,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 // The same with weights in tiles [strips, K * 32], of so many outputs.
 Tensor linear_in_tiles(const Tensor& x, const Tensor& weight,
                        const std::optional<Tensor>& bias, int64_t outputs) {
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
   using tile_rows::BF16, tile_rows::kOutputs;
   const int64_t k = x.size(-1), strips = (outputs + kOutputs - 1) / kOutputs;
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 &&
@@ -226,7 +226,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   arrays::define(m);
   m.attr("few_rows") = kFewRows;
   m.attr("row_step") = row_panels::kHalf;
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
   m.attr("tile_rows") = tiles::kSide;
 #else
   m.attr("tile_rows") = 0;

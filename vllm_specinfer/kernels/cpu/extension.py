@@ -41,8 +41,13 @@ def load() -> ModuleType | None:
     """
     try:
         path = _library()
-        if not path.exists():
-            _build(path)
+        if path.exists():
+            try:
+                return _import(path)
+            except ImportError as error:
+                # Built against another libstdc++, or what a crash has left.
+                logger.warning("Building the C++ kernels anew: %s", error)
+        _build(path)
         return _import(path)
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
@@ -85,6 +90,8 @@ def _build(path: Path) -> None:
         ]
         logger.info("Building the C++ kernels of specinfer: %s", " ".join(command))
         subprocess.run(command, check=True, capture_output=True, text=True)
+        with output.open("rb") as written:
+            os.fsync(written)
         os.replace(output, path)
 
 

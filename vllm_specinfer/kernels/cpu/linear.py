@@ -49,6 +49,7 @@ def kernel_for(weight: torch.Tensor) -> Kernel | None:
         or weight.device.type != "cpu"
         or weight.dim() != 2
         or not weight.is_contiguous()
+        or not weight.numel()
         or weight.shape[1] % _MULTIPLE
         or not torch.cpu._is_avx512_supported()
         or extension.load() is None
@@ -123,8 +124,9 @@ def _in_tiles(weight: torch.Tensor) -> torch.Tensor:
     """[strips, K * 32] a copy of weights [N, K], zeros behind the last output."""
     n, k = weight.shape
     strips = -(-n // _STRIP)
-    padded = nn.functional.pad(weight, (0, 0, 0, strips * _STRIP - n))
-    tiles = padded.view(strips, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
+    if n % _STRIP:  # padding copies, even by nothing
+        weight = nn.functional.pad(weight, (0, 0, 0, strips * _STRIP - n))
+    tiles = weight.view(strips, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(strips, -1)
 
 

@@ -29,7 +29,7 @@ struct Rows {
 // A matrix in tiles of 16 columns, `step` apart, of which rows 2i and 2i + 1 take turns.
 template <class T>
 struct Tiles {
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
   static constexpr bool kMultiplied = std::is_same_v<T, c10::BFloat16>;
 #else
   static constexpr bool kMultiplied = false;
@@ -49,7 +49,7 @@ struct Tiles {
   }
   // Of the thread that multiplies.
   static void prepare() {
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
     if (kMultiplied) tiles::configure();
 #endif
   }
@@ -110,7 +110,7 @@ void gemm(int rows, const float* a, int lda, const B& b, float* c, int ldc, int 
   }
 }
 
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
 using tiles::kDepth;
 
 // Rows i.. of a tile whose first k - i there are; behind them may be anything.

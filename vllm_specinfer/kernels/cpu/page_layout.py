@@ -95,6 +95,8 @@ def page_layout(
         return torch.equal(key, of_key.T) and torch.equal(value, of_value + half)
 
     in_tiles = lies(_in_tiles)
+    if in_tiles:
+        torch.cpu._init_amx()  # the kernels take the permission for granted
     is_known = in_tiles or lies(lambda n, m: torch.arange(n * m).view(n, m))
     if not is_known:
         logger.warning(

@@ -15,7 +15,7 @@
 #include "tiles.cpp"
 #include "vectors.cpp"
 
-#ifdef __AMX_BF16__
+#ifdef SPECINFER_TILES
 namespace tile_rows {
 
 using namespace tiles;

@@ -3,7 +3,12 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __AMX_BF16__
+// A virtual machine may show AMX and hide what rounds to bfloat16.
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
+#define SPECINFER_TILES
+#endif
+
+#ifdef SPECINFER_TILES
 #include <immintrin.h>
 
 namespace tiles {

@@ -144,6 +144,9 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
           store(weights + r * kTile + i, p);
           sum += p;
         }
+        // A product in tiles reads twice as many at a time, also those of another page.
+        if (kScalesLater && width % (2 * kLanes))
+          store(weights + r * kTile + width, Vec{});
         float& total = state.sum[m0 + r];
         total = total * alpha[r] + reduce_add(sum);
       }

@@ -23,6 +23,7 @@ constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef float HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t BVec __attribute__((vector_size(kLanes)));
 
@@ -145,7 +146,7 @@ inline Vec exp2(Vec x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472028e-1f;
   p = p * f + 1.0f;
-  return (Vec)((IVec)p + ((IVec)shifted << 23));
+  return (Vec)((UVec)p + ((UVec)shifted << 23));
 }
 inline Vec tanh(Vec x) {
   x = x > 40.0f ? splat(40.0f) : x;
