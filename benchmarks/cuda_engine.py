@@ -51,8 +51,6 @@ from vllm_specinfer.evidence.tables import markdown_of, report, write_csv
 from vllm_specinfer.refusals import CUDA_ENV
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
-# Engines of one process share the device's memory.
-MEMORY = {"gpu_memory_utilization": 0.25}
 LLAMA_3_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -92,6 +90,9 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # of each engine
+    # vLLM's attention multiplies float32 as TF32 else.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     args.target = args.target or str(assets.smollm2())
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
@@ -122,7 +123,7 @@ def equality(args: argparse.Namespace, out: str = "equality", **engine: Any) -> 
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         plain["attention_backend"] = "TRITON_ATTN"
     engine = engine or {"async_scheduling": False, "enforce_eager": True}
-    engine = {"dtype": "float32", **MEMORY, **engine}
+    engine = {"dtype": "float32", **engine}
     shapes = {"best first": {}, "wide": {"tree": "4,2,2,1"}, "suffix": {}}
     engines = {"plain": start_engine(args.target, longest, 8, None, engine | plain)}
     for name, shape in shapes.items():
@@ -181,7 +182,7 @@ def waits(args: argparse.Namespace) -> str:
     prompts = assets.prompt_ids(args.data, 4, args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
     spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
-    engine = {"dtype": args.dtype, **MEMORY}
+    engine = {"dtype": args.dtype}
     llm = start_engine(args.target, longest, len(prompts), spec, engine)
     params = [
         SamplingParams(temperature=t, seed=1, max_tokens=args.max_tokens)
@@ -302,7 +303,7 @@ def _steps(
     # Capturing more of a large target would take minutes.
     sizes = sorted({b * (1 + n) for b in args.batches for n in (0, *args.nodes)})
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-    engine = {"dtype": args.dtype, **MEMORY, **graphs, **engine}
+    engine = {"dtype": args.dtype, **graphs, **engine}
     llm = start_engine(target, longest, max(args.batches), spec, engine)
     speculator = runner_of(llm).speculator
     propose, timings = speculator.propose, []
@@ -348,7 +349,7 @@ def busy(args: argparse.Namespace) -> str:
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
     spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
-    engine = {"dtype": args.dtype, **MEMORY}
+    engine = {"dtype": args.dtype}
     llm = start_engine(args.target, longest, max(args.batches), spec, engine)
     params = SamplingParams(
         temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
@@ -408,7 +409,7 @@ def speed(args: argparse.Namespace) -> str:
         max_prompts=args.prompts,
         max_tokens=args.max_tokens,
         ignore_eos=True,
-        engine={"dtype": args.dtype, **MEMORY},
+        engine={"dtype": args.dtype},
         starts=1,
     )
     return bench(args.out / "speed", settings, ["benchmarks/cuda_engine.py"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.evidence import commands as evidence
+from vllm_specinfer.evidence.arguments import json_object, out_folder
 from vllm_specinfer.evidence.reproduce import commands as reproduce
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
@@ -28,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
         # transformers explains at length what its first line says.
         print("vllm-specinfer:", str(error).partition("\n")[0], file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("vllm-specinfer: interrupted", file=sys.stderr)
+        return 130
 
 
 def _add_tune(commands: "argparse._SubParsersAction") -> None:
@@ -38,7 +42,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "target's own continuations. The same command goes on where a killed one "
         "stopped.",
     )
-    parser.add_argument("--out", type=Path, required=True, help="the folder")
+    parser.add_argument("--out", type=out_folder, required=True, help="the folder")
     parser.add_argument(
         "--type", choices=SETTINGS, default="ssm", help="what to train (ssm)"
     )
@@ -76,7 +80,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         if field.default is False:
             options: dict[str, Any] = {"action": "store_true"}
         elif made:
-            options = {"type": evidence.engine_arguments, "metavar": "JSON"}
+            options = {"type": json_object, "metavar": "JSON"}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}

@@ -1,12 +1,18 @@
 """The command lines of `record`, `simulate`, `fit-scheduler` and `bench`."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from vllm_specinfer import assets
+from vllm_specinfer.evidence.arguments import (
+    at_least,
+    json_object,
+    named_config,
+    out_file,
+    out_folder,
+)
 from vllm_specinfer.options import (
     DEFAULT_MIN_PROBABILITY,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
@@ -25,22 +31,6 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_bench(commands)
 
 
-def engine_arguments(text: str) -> dict[str, Any]:
-    """Further arguments of `vllm.LLM`.
-
-    Raises:
-        argparse.ArgumentTypeError: This is not a JSON object.
-    """
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        wanted = 'a JSON object such as {"dtype": "float32"}'
-        raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
-    return arguments
-
-
 def engine_options(parser: argparse.ArgumentParser) -> None:
     """What the engines of a command run."""
     parser.add_argument(
@@ -49,7 +39,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine",
-        type=engine_arguments,
+        type=json_object,
         default={},
         metavar="JSON",
         help='arguments of vllm.LLM, as \'{"dtype": "float32"}\'',
@@ -60,11 +50,13 @@ def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> Non
     """How many prompts they answer, and at what length."""
     parser.add_argument(
         "--max-prompts",
-        type=int,
+        type=at_least(int, 0),
         default=max_prompts,
         help=f"spread over the file; 0 for all ({max_prompts})",
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="of each answer")
+    parser.add_argument(
+        "--max-tokens", type=at_least(int, 1), default=128, help="of each answer"
+    )
 
 
 def _add_record(commands: "argparse._SubParsersAction") -> None:
@@ -78,9 +70,9 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
     answer_options(parser)
     parser.add_argument("--prompts", required=True, help=PROMPTS_HELP)
     parser.add_argument("--ssm", required=True, help="SSM, pool, or lookup")
-    parser.add_argument("--out", type=Path, required=True, help="the trace, JSONL")
+    parser.add_argument("--out", type=out_file, required=True, help="the trace, JSONL")
     parser.add_argument("--tree", default="5,3,2,1,1", help="the expansion (5,3,2,1,1)")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=at_least(float, 0), default=0.0)
     parser.set_defaults(run=_record)
 
 
@@ -111,7 +103,10 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
         "--costs", type=Path, help="CSV: rows of a target step, seconds it takes"
     )
     parser.add_argument(
-        "--level-seconds", type=float, default=0.0, help="of one pass of drafting"
+        "--level-seconds",
+        type=at_least(float, 0),
+        default=0.0,
+        help="of one pass of drafting",
     )
 
 
@@ -126,7 +121,7 @@ def fit_options(parser: argparse.ArgumentParser) -> None:
     _cost_options(parser)
     parser.add_argument(
         "--nodes",
-        type=int,
+        type=at_least(int, 1),
         default=DEFAULT_NUM_SPECULATIVE_TOKENS,
         help=f"most nodes of compared trees ({DEFAULT_NUM_SPECULATIVE_TOKENS})",
     )
@@ -143,7 +138,10 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("trace", type=Path, help="what record has written")
     parser.add_argument("--trees", nargs="*", help="expansions, as 2,2,1")
     parser.add_argument(
-        "--nodes", type=int, nargs="*", help="best-first trees of so many nodes"
+        "--nodes",
+        type=at_least(int, 1),
+        nargs="*",
+        help="best-first trees of so many nodes",
     )
     parser.add_argument(
         "--min-probability",
@@ -152,8 +150,12 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
         help=f"of the best-first trees ({DEFAULT_MIN_PROBABILITY})",
     )
     _cost_options(parser)
-    parser.add_argument("--batch", type=int, default=1, help="requests per step")
-    parser.add_argument("--out", type=Path, help="folder for the table and a picture")
+    parser.add_argument(
+        "--batch", type=at_least(int, 1), default=1, help="requests per step"
+    )
+    parser.add_argument(
+        "--out", type=out_folder, help="folder for the table and a picture"
+    )
     parser.set_defaults(run=_simulate)
 
 
@@ -178,7 +180,7 @@ def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
     )
     parser.add_argument("traces", type=Path, nargs="+", help="what record has written")
     parser.add_argument(
-        "--out", type=Path, required=True, help="the file for scheduler.file, JSON"
+        "--out", type=out_file, required=True, help="the file for scheduler.file, JSON"
     )
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=[0, 8, 32], help="to compare (0 8 32)"
@@ -218,24 +220,29 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     engine_options(parser)
     answer_options(parser)
     parser.add_argument("--prompts", required=True, nargs="+", help=PROMPTS_HELP)
-    parser.add_argument("--out", type=Path, required=True, help="the folder")
+    parser.add_argument("--out", type=out_folder, required=True, help="the folder")
     parser.add_argument(
         "--ssm",
         help="SSM or pool: compare specinfer with it, vLLM's ngram and draft_model "
         "with the (first) SSM",
     )
     parser.add_argument(
-        "--chain", type=int, default=4, help="drafts of draft_model and ngram (4)"
+        "--chain",
+        type=at_least(int, 1),
+        default=4,
+        help="drafts of draft_model and ngram (4)",
     )
     parser.add_argument(
         "--config",
-        type=_named_config,
+        type=named_config,
         action="append",
         default=[],
         metavar="NAME=JSON",
         help="a further speculative config, by default of method specinfer",
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument(
+        "--temperatures", type=at_least(float, 0), nargs="+", default=[0.0]
+    )
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
     )
@@ -269,12 +276,6 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         help="through servers, one after the other, driven by vLLM's bench serve",
     )
     parser.set_defaults(run=_bench)
-
-
-def _named_config(text: str) -> tuple[str, dict[str, Any]]:
-    """NAME=JSON of the command line."""
-    name, _, config = text.partition("=")
-    return name, {"method": METHOD, **json.loads(config)}
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Engines that live in this process, so that one can look into them."""
 
 import collections
+import dataclasses
 import gc
 import itertools
 import multiprocessing
@@ -29,6 +30,8 @@ def start_engine(
 ) -> Any:
     """An engine that counts its steps.
 
+    Its KV cache has `VLLM_CPU_KVCACHE_SPACE` GiB, 1 by default, on CUDA, too.
+
     Args:
         target: Folder or hub id.
         longest: Positions of the longest text, with room for its trees.
@@ -39,8 +42,18 @@ def start_engine(
     Raises:
         ValueError: vLLM cannot use the input.
     """
-    from vllm import LLM
+    from vllm import LLM, EngineArgs
+    from vllm.platforms import current_platform
 
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(engine.keys() - known):
+        raise ValueError(f"--engine must hold arguments of vllm.LLM; got {unknown[0]}")
+    wanted = engine.get("max_model_len")
+    if isinstance(wanted, int) and 0 < wanted < longest:
+        raise ValueError(
+            f"max_model_len must be at least {longest} for these prompts and answers; "
+            f"got {wanted}"
+        )
     common = {
         "model": target,
         "max_model_len": longest,
@@ -48,6 +61,11 @@ def start_engine(
         "disable_log_stats": False,
         "speculative_config": config,
     }
+    if current_platform.is_cuda():
+        space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+        # Where vLLM measures instead, it drops the graphs of the process's other
+        # engines (`CUDAGraphWrapper.clear_all_graphs`), which then capture as they run.
+        common |= {"kv_cache_memory_bytes": space << 30, "gpu_memory_utilization": 0.2}
     # vLLM collects a dozen times per engine, which must not read all modules again.
     gc.freeze()
     return LLM(**{**common, **engine})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer import assets
+from vllm_specinfer.evidence.arguments import at_least, out_folder
 from vllm_specinfer.evidence.commands import (
     PROMPTS_HELP,
     answer_options,
@@ -68,7 +69,7 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table.add_argument(
         "--prompts", nargs="+", default=["mtbench", "humaneval"], help=PROMPTS_HELP
     )
-    table.add_argument("--temperature", type=float, default=0.0)
+    table.add_argument("--temperature", type=at_least(float, 0), default=0.0)
     _add_ssm(table)
     table.add_argument("--tree", default="4,3,2,1", help="recorded (4,3,2,1)")
     fit_options(table)
@@ -105,7 +106,7 @@ def _add_table(
     tables: "argparse._SubParsersAction", name: str, text: str
 ) -> argparse.ArgumentParser:
     table = tables.add_parser(name, help=text, description=text)
-    table.add_argument("--out", type=Path, required=True, help="the folder")
+    table.add_argument("--out", type=out_folder, required=True, help="the folder")
     return table
 
 

@@ -126,7 +126,7 @@ class Sides:
 
         query = torch.randn(batch * (nodes + 1), NUM_HEADS, HEAD_SIZE).to(dtype)
         self.tree_out = torch.empty_like(query)
-        bits = torch.from_numpy(shape.ancestor_bits)
+        bits = torch.tensor(shape.ancestor_bits)
         rows = TreeRows(
             is_tree=torch.ones(batch, dtype=torch.bool),
             context_lens=torch.full((batch,), context).int(),

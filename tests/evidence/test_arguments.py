@@ -1,0 +1,54 @@
+"""What is wrong on a command line is said before any work is done."""
+
+import pytest
+
+from vllm_specinfer import cli
+from vllm_specinfer.evidence.engines import start_engine
+
+RECORD = ["record", "--prompts", "mtbench", "--ssm", "ngram"]
+BENCH = ["bench", "--prompts", "mtbench"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ([*RECORD, "--out", "FOLDER"], "must be a file; got the folder"),
+        ([*RECORD, "--out", "FILE/trace"], "must be writable"),
+        ([*RECORD, "--out", "new", "--temperature", "-1"], "at least 0; got -1"),
+        ([*RECORD, "--out", "new", "--max-tokens", "x"], "whole number of at least 1"),
+        (["simulate", "trace", "--nodes", "-3"], "at least 1; got -3"),
+        (["fit-scheduler", "trace", "--out", "FOLDER"], "must be a file"),
+        ([*BENCH, "--out", "FILE"], "must be writable"),
+        ([*BENCH, "--out", "new", "--config", "a={bad"], "must be a JSON object"),
+        (["reproduce", "treeattn", "--out", "FILE"], "must be writable"),
+    ],
+)
+def test_wrong_arguments(command, reason, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FILE").touch()
+    with pytest.raises(SystemExit):
+        cli.main(command)
+    assert reason in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_interrupted_commands_say_so(monkeypatch, capsys) -> None:
+    def interrupted(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_check", interrupted)
+    assert cli.main(["check"]) == 130
+    assert capsys.readouterr().err == "vllm-specinfer: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"dtyp": "float32"}, "arguments of vllm.LLM; got dtyp"),
+        ({"max_model_len": 99}, "max_model_len must be at least 100"),
+    ],
+)
+def test_wrong_engines_do_not_start(engine, reason) -> None:
+    with pytest.raises(ValueError, match=reason):
+        start_engine("no-model", 100, 1, None, engine)

@@ -1,0 +1,72 @@
+"""Types of command-line arguments, which say what is wrong before any work is done."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_specinfer.options import METHOD
+
+
+def at_least(kind: type, least: float) -> Callable[[str], Any]:
+    """Numbers of a kind, none of them smaller."""
+
+    def number(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {what} of at least {least}; got {text}"
+            )
+        return value
+
+    return number
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        wanted = 'a JSON object such as {"dtype": "float32"}'
+        raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
+    return value
+
+
+def named_config(text: str) -> tuple[str, dict[str, Any]]:
+    """NAME=JSON, a speculative config."""
+    name, _, config = text.partition("=")
+    return name, {"method": METHOD, **json_object(config)}
+
+
+def out_file(text: str) -> Path:
+    """A file that can be written; its folder need not exist."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file; got the folder {text}")
+    _check_writable(path.parent, text)
+    return path
+
+
+def out_folder(text: str) -> Path:
+    """A folder that can be written into; it need not exist."""
+    path = Path(text)
+    _check_writable(path, text)
+    return path
+
+
+def _check_writable(folder: Path, text: str) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"must be writable; got {text}: {error.strerror}"
+        raise argparse.ArgumentTypeError(reason) from None
