@@ -19,10 +19,16 @@ import interpreter
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8, "ignore_eos": True}
 PENALISED = {**GREEDY, "max_tokens": 20, "repetition_penalty": 1.5, "logprobs": 2}
-# They look back, and at how many tokens each is.
-LOOKING_BACK = {**SAMPLED, "max_tokens": 20, "presence_penalty": 1.0, "logprobs": 1}
-TWO_BACK = {**GREEDY, "max_tokens": 20, "extra_args": {"two_back": 2.0}}
-REGEX = {"structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){3,6}"}}
+# What looks back at the tokens before, and a grammar.
+LOOKING_BACK = [
+    {**GREEDY, "max_tokens": 14, "extra_args": {"two_back": 2.0}},
+    {**SAMPLED, "max_tokens": 14, "presence_penalty": 1.0, "logprobs": 1},
+    {
+        **SAMPLED,
+        "max_tokens": 14,
+        "structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){3,6}"},
+    },
+]
 LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
@@ -62,7 +68,7 @@ def main() -> None:
     # One of them arrives while another one decodes, and is read in pieces beside it.
     arriving = {
         "prompts": [*PROMPTS[:2], PROMPTS[1][::-1]],
-        "params": [GREEDY, {**GREEDY, **LONGEST}, GREEDY],
+        "params": [GREEDY, {**GREEDY, "max_tokens": 13}, GREEDY],
     }
     # Once its draws are not tested any more, a step is drafted for ahead.
     probable = {**GREEDY, "max_tokens": 16, "logprobs": 1}
@@ -71,15 +77,9 @@ def main() -> None:
         {"prompts": PROMPTS[:2], "params": [{**GREEDY, **most}, {**SAMPLED, **most}]}
         for most in (LONGER, LONGEST)
     )
-    back = {"prompts": PROMPTS[:2], "params": [PENALISED, LOOKING_BACK]}
-    custom = {"prompts": PROMPTS[:2], "params": [TWO_BACK, LOOKING_BACK]}
-    formal = {
-        "prompts": PROMPTS[:3],
-        "params": [{**GREEDY, **REGEX, **LONGEST}, *ahead["params"][1:]],
-    }
-    formal["params"].append({**SAMPLED, **REGEX, **LONGEST})
-    tokenizer = {"skip_tokenizer_init": False}
-    processors = {"logits_processors": ["tests.e2e.processors:TwoBack"]}
+    back = {"prompts": PROMPTS[:3], "params": LOOKING_BACK}
+    needs = {"logits_processors": ["tests.e2e.processors:TwoBack"]}
+    needs["skip_tokenizer_init"] = False
     # The second time each text is known.
     again = {name: 2 * both for name, both in longer.items()}
     jobs = {
@@ -88,7 +88,11 @@ def main() -> None:
             ("coupled", everything, {"model": ssm}),
             ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
             ("ahead", {**ahead, "asynchronous": True}, pair),
-            ("back", {**back, "asynchronous": True}, pair),
+            (
+                "back",
+                {**back, "asynchronous": True},
+                {"model": ssm, "tree": "3,2,1"},
+            ),
             (
                 "suffix",
                 {**again, "asynchronous": True},
@@ -111,18 +115,13 @@ def main() -> None:
             ),
         )
     }
-    jobs["formal"] = {**jobs["back"], **formal}
-    jobs["formal"]["llm"] = {**jobs["back"]["llm"], **tokenizer}
-    jobs["custom"] = {**jobs["back"], **custom}
-    jobs["custom"]["llm"] = {**jobs["back"]["llm"], **processors}
+    jobs["back"]["llm"] |= needs
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
     on_cpu["arriving"] = {**plain, **arriving}
-    on_cpu["back"] = {**plain, **back}
-    on_cpu["formal"] = {**plain, **formal, "llm": {**llm, **tokenizer}}
-    on_cpu["custom"] = {**plain, **custom, "llm": {**llm, **processors}}
+    on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
     for name in ("mss", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
