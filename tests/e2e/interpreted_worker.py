@@ -253,7 +253,6 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         sizes = getattr(speculator._ahead, "sizes", None)
         step = {"ahead": bool(sizes), "launch": counter() - before}
         step["looks_up"] = bool(speculator.sources.lookups)
-        step["ssms"] = len(speculator.sources.ssms)
         if state is not None:
             batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
             step["prefills"] = batch.has_prefill

@@ -61,11 +61,13 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
     for name in ("coupled", "two", "eagle", "ahead"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
-        # Beside them warm-up's, and those of requests that ended meanwhile; a step's
-        # requests may come in another order.
-        trees = found[name]["scores"].copy()
+        # Beside them warm-up's, and those of requests that ended meanwhile.
+        trees, first = found[name]["scores"].copy(), 0
         for parents, scores in of_cpu[name]["scores"]:
-            trees.remove([parents, pytest.approx(scores, abs=1e-3)])
+            place = trees.index([parents, pytest.approx(scores, abs=1e-3)], first)
+            del trees[place]
+            # Where a request arrives later, a step has them in another order.
+            first = 0 if name == "eagle" else place
     ahead, on_cpu = found["ahead"]["metrics"], of_cpu["ahead"]["metrics"]
     for ssm in ("ssm0", "ssm1"):
         assert ahead[f"drafted_nodes {ssm}"] == on_cpu[f"drafted_nodes {ssm}"] > 3
@@ -84,10 +86,11 @@ def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
     of_cpu, found, _ = outputs
     of_plain, of_back = of_cpu["plain"]["logprobs"][2], of_cpu["back"]["logprobs"][1]
-    pairs = [(of_back, found["back"]["logprobs"][1])]
-    pairs += [(of_plain, found[n]["logprobs"][2]) for n in ("coupled", "asynchronous")]
-    for (plain,), (tree,) in pairs:
-        assert len(tree) == len(plain) >= 14
+    pairs = [(of_back, found["back"]["logprobs"][1], 14)]
+    for name in ("coupled", "asynchronous"):
+        pairs.append((of_plain, found[name]["logprobs"][2], 20))
+    for (plain,), (tree,), length in pairs:
+        assert len(tree) == len(plain) == length
         for row, expected in zip(tree, plain, strict=True):
             values, others = ({t: v for t, v, _ in r} for r in (row, expected))
             assert values == pytest.approx(others, abs=1e-3)
@@ -133,9 +136,7 @@ def test_drafting_runs_in_graphs_but_for_prompts(outputs) -> None:
     passes = collections.Counter(outputs[2]["passes"])
     assert passes["graph"] > 100
     assert passes["level"] == 0
-    # One of each SSM in steps with prompts, of which the short ones go through graphs.
-    prompts = [step["ssms"] for step in outputs[2]["steps"] if step.get("prefills")]
-    assert 0 < passes["catch-up"] < sum(prompts)
+    assert 0 < passes["catch-up"] < 32  # the longer prompts
 
 
 def test_verification_runs_in_full_graphs_whatever_the_trees(outputs) -> None:
