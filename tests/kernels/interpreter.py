@@ -29,16 +29,21 @@ def outputs_of(script: str, folder: Path) -> Any:
 def prepare() -> None:
     """Make vLLM believe in Triton; the process must run under TRITON_INTERPRET=1."""
     assert os.environ.get("TRITON_INTERPRET") == "1"
+    let_vllm_use_triton()
+    _mend()
+
+
+def let_vllm_use_triton() -> None:
+    """Its kernels are functions of Triton's from now on, as they are on a GPU."""
     from triton.backends import backends
 
-    # vLLM looks for a Triton CPU backend by this name; the interpreter needs none.
+    # vLLM looks for a Triton CPU backend by this name, to import itself only.
     driver = SimpleNamespace(is_active=lambda: True)
     backends["cpu"] = SimpleNamespace(driver=driver)
     import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.triton_utils import HAS_TRITON
 
     assert HAS_TRITON
-    _mend()
 
 
 def _mend() -> None:

@@ -1,8 +1,13 @@
 """What the interpreter runs a compiler may refuse: kernels compiled for a GPU.
 
-None is needed for it; Triton brings the assembler along. The test of draws is left out,
-as it calls a function that vLLM compiles on a GPU only.
+None is needed for it; Triton brings the assembler along. Kernels that call functions of
+vLLM's are compiled by `compiled_draws.py`.
 """
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import triton
@@ -163,6 +168,18 @@ def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
     signature = signature_of(kernel, constants, types)
     source = ASTSource(kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=HOPPER).asm["cubin"]
+
+
+def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
+    run = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compiled_draws.py")],
+        env=os.environ | {"VLLM_PLUGINS": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["coupled", "drawn", "drawn", "tests"]
 
 
 @pytest.mark.parametrize(

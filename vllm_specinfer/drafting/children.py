@@ -27,7 +27,7 @@ NUM_CANDIDATES = 128
 
 # A first guess of how often a test accepts: this where q is flat, 1 where q is sure.
 FLAT_ACCEPTANCE = 0.4
-_MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
+MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
 _SEED_STEP = 0x9E3779B97F4A7C15  # seeds of the sources of one engine lie this far apart
 
 # What `coupled_children` is.
@@ -169,7 +169,7 @@ class ChildChooser:
         return uniform(
             rows.seeds.astype(np.uint64) + self._seed_offset,
             rows.roots + DRAFT_NOISE_SALT,
-            np.arange(count) + (rows.nodes[:, None] + 1) * _MAX_CHILDREN,
+            np.arange(count) + (rows.nodes[:, None] + 1) * MAX_CHILDREN,
         )
 
 

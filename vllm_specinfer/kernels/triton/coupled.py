@@ -13,6 +13,19 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32
 
 
+@triton.jit
+def sampling_distribution(logprob, m, inside, temperature, top_k, top_p, min_p):
+    """[M] float64 the SSM's distribution under a request's parameters."""
+    most_before = tl.where(top_p < 1, top_p, 2.0)
+    q = tl.exp((logprob - tl.max(logprob, 0)).to(tl.float64) / temperature)
+    q = tl.where(q < min_p, 0.0, q)
+    q = tl.where(inside & (m < top_k), q, 0.0)
+    q = q / tl.sum(q, 0)
+    before = tl.cumsum(q, 0) - q
+    q = tl.where(before < most_before, q, 0.0)
+    return q / tl.sum(q, 0)
+
+
 @triton.jit(
     do_not_specialize=["depth", "rows_per_req", "num_candidates", "num_children"]
 )
@@ -44,15 +57,15 @@ def _coupled_children_kernel(
     values = logprob.to(tl.float64)
     total = tl.zeros([1], tl.float64)
     if temperature > 0:
-        top_p = tl.load(top_p_ptr + r)
-        most_before = tl.where(top_p < 1, top_p, 2.0)
-        q = tl.exp((logprob - tl.max(logprob, 0)).to(tl.float64) / temperature)
-        q = tl.where(q < tl.load(min_p_ptr + r), 0.0, q)
-        q = tl.where(inside & (m < tl.load(top_k_ptr + r)), q, 0.0)
-        q = q / tl.sum(q, 0)
-        before = tl.cumsum(q, 0) - q
-        q = tl.where(before < most_before, q, 0.0)
-        q = q / tl.sum(q, 0)
+        q = sampling_distribution(
+            logprob,
+            m,
+            inside,
+            temperature,
+            tl.load(top_k_ptr + r),
+            tl.load(top_p_ptr + r),
+            tl.load(min_p_ptr + r),
+        )
         position = tl.load(positions_ptr + r) + depth
         u = murmur3_uniform32(tl.load(seeds_ptr + r), position, token)
         noise = -tl.log(-_log1p_neg_stable(u))

@@ -1,0 +1,49 @@
+"""Compiles the kernels that call vLLM's random numbers, and names them.
+
+``python compiled_draws.py``: vLLM defines those only where it finds Triton.
+"""
+
+import interpreter
+
+POINTERS = {
+    "*i64": "children places tokens seeds positions roots top_k columns rows found",
+    "*fp32": "scores logprobs temperatures top_p min_p logits",
+    "*fp64": "q totals",
+}
+
+
+def main() -> None:
+    """Compile them, one after the other."""
+    interpreter.let_vllm_use_triton()
+    import triton
+    from triton.backends import backends
+    from triton.compiler import ASTSource
+
+    del backends["cpu"]  # no compiler
+    from test_triton_compiles import HOPPER, signature_of, types_of
+    from vllm_specinfer.drafting.children import FLAT_ACCEPTANCE, MAX_CHILDREN
+    from vllm_specinfer.kernels.triton import coupled, drawn, verification
+    from vllm_specinfer.noise import DRAFT_NOISE_SALT
+    from vllm_specinfer.tree.proposals import NO_DRAW
+
+    draws = {
+        "FLAT": FLAT_ACCEPTANCE,
+        "SALT": DRAFT_NOISE_SALT,
+        "MAX_CHILDREN": MAX_CHILDREN,
+        "NO_DRAW": NO_DRAW,
+    }
+    for name, kernel, constants in (
+        ("coupled", coupled._coupled_children_kernel, {}),
+        ("drawn", drawn._drawn_children_kernel, {"REPLACES": True, **draws}),
+        ("drawn", drawn._drawn_children_kernel, {"REPLACES": False, **draws}),
+        ("tests", verification._verify_draws_kernel, {}),
+    ):
+        constants = {"BLOCK": 128, **constants}
+        signature = signature_of(kernel, constants, types_of(POINTERS))
+        source = ASTSource(kernel, signature=signature, constexprs=constants)
+        assert triton.compile(source, target=HOPPER).asm["cubin"]
+        print(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Random rows of SSMs, and the children that the Triton kernel draws for them.
+
+``TRITON_INTERPRET=1 python drawn_cases.py OUTPUT.pt`` saves its outputs.
+"""
+
+import sys
+
+import coupled_cases
+import interpreter
+import numpy as np
+import torch
+
+SEEDS = coupled_cases.SEEDS
+
+
+def case(seed: int) -> dict:
+    """As `coupled_cases.case`, of nodes that are candidates; every other one rrs."""
+    found = coupled_cases.case(seed)
+    del found["depth"]
+    rng = np.random.default_rng(seed)
+    num_reqs, num_rows = len(found["seeds"]), len(found["tokens"])
+    shape = num_reqs, num_rows // num_reqs
+    found["roots"] = found.pop("positions")
+    found["columns"] = rng.permutation(num_rows).reshape(shape) - 1
+    found["replaces"] = bool(seed % 2)
+    return found
+
+
+def run(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
+    """Scores, children, places and distributions of every seed."""
+    from vllm_specinfer.kernels.triton.drawn import drawn_children
+
+    found = []
+    for seed in SEEDS:
+        values = {
+            name: torch.tensor(v, device=device) if isinstance(v, np.ndarray) else v
+            for name, v in case(seed).items()
+        }
+        scores, children, draws = drawn_children(**values)
+        found.append(tuple(t.cpu() for t in (scores, children, draws.places, draws.q)))
+    return found
+
+
+def main() -> None:
+    """Save what the kernel gives, run by Triton's interpreter."""
+    interpreter.prepare()
+    torch.save(run(), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
