@@ -147,7 +147,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if asynchronous and can_draft_ahead(sources):
             nodes = self.num_speculative_steps
             self._ahead = AheadSteps(
-                AheadDrafter(sources, nodes, texts, self.device),
+                AheadDrafter(sources, nodes, texts, self.device, self._tests_draws),
                 sources,
                 self.budget,
                 self._sampler,
@@ -155,6 +155,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 lambda: token_rows(requests.all_token_ids),
                 self._names,
                 self._lessons,
+                self._tests_draws,
             )
 
     def load_draft_model(

@@ -70,9 +70,10 @@ def main() -> None:
         "prompts": [*PROMPTS[:2], PROMPTS[1][::-1]],
         "params": [GREEDY, {**GREEDY, "max_tokens": 13}, GREEDY],
     }
-    # Once its draws are not tested any more, a step is drafted for ahead.
     probable = {**GREEDY, "max_tokens": 16, "logprobs": 1}
     tested = {"prompts": PROMPTS[:2], "params": [SAMPLED, probable]}
+    nucleus = {**SAMPLED, "temperature": 0.7, "top_p": 0.9, "max_tokens": 10}
+    drawn = {"prompts": PROMPTS[:2], "params": [SAMPLED, nucleus]}
     longer, ahead = (
         {"prompts": PROMPTS[:2], "params": [{**GREEDY, **most}, {**SAMPLED, **most}]}
         for most in (LONGER, LONGEST)
@@ -104,6 +105,11 @@ def main() -> None:
                 {"model": ssm, "verification": "mss"},
             ),
             (
+                "rrs",
+                {**drawn, "asynchronous": True},
+                {**pair, "verification": "rrs"},
+            ),
+            (
                 "two",
                 {**greedy, "asynchronous": True},
                 {"ssms": [ssm, head], "tree": TREE},
@@ -123,7 +129,7 @@ def main() -> None:
     on_cpu["arriving"] = {**plain, **arriving}
     on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
-    for name in ("mss", "coupled", "two", "eagle"):
+    for name in ("mss", "rrs", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
     # Rows of a step are sampled six at a time there.

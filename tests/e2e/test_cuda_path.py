@@ -102,6 +102,10 @@ def test_draws_are_tested_as_on_a_cpu(outputs) -> None:
     assert [drawn, likeliest] == of_cpu["mss"]["tokens"]
     plain_draw, plain_likeliest = of_cpu["tested"]["tokens"]
     assert drawn != plain_draw and likeliest == plain_likeliest
+    assert found["rrs"]["tokens"] == of_cpu["rrs"]["tokens"]
+    for name in ("mss", "rrs"):
+        for count in ("drafts", "drafted", "accepted"):
+            assert found[name][count] == of_cpu[name][count]
 
 
 def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:

@@ -21,6 +21,7 @@ def main() -> None:
 
     del backends["cpu"]  # no compiler
     from test_triton_compiles import HOPPER, signature_of, types_of
+
     from vllm_specinfer.drafting.children import FLAT_ACCEPTANCE, MAX_CHILDREN
     from vllm_specinfer.kernels.triton import coupled, drawn, verification
     from vllm_specinfer.noise import DRAFT_NOISE_SALT

@@ -22,8 +22,10 @@ from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.trees import best_trees
 from vllm_specinfer.kernels.triton.union import Union
+from vllm_specinfer.tree.device_draws import DrawBuffers, rows_of
 from vllm_specinfer.tree.on_device import (
     DeviceCandidates,
+    DeviceTree,
     TreeBuffers,
     cut,
     given,
@@ -87,6 +89,7 @@ class AheadDrafter:
         num_nodes: int,
         texts: Texts,
         device: torch.device,
+        tests_draws: bool,
     ) -> None:
         """Capture what follows growth; the sources must have been captured.
 
@@ -95,6 +98,7 @@ class AheadDrafter:
             num_nodes: N.
             texts: Of all slots.
             device: The worker's device.
+            tests_draws: Verification wants to know what children were drawn from.
         """
         self._lookups, self._ssms = sources.lookups, sources.ssms
         self._texts = texts
@@ -104,6 +108,13 @@ class AheadDrafter:
         )
         self.max_num_reqs = self._ssms[0].on_device.max_num_reqs
         sizes = graph_sizes(self.max_num_reqs)
+        if tests_draws:
+            self.buffers.draws = DrawBuffers(
+                len(self.buffers.tokens),
+                num_nodes,
+                [graphs.draws for graphs in self._graphs(sizes[0], True)],
+                self._ssms[0].chooser.replaces,
+            )
         self._finishes = {
             (size, draws): self._captured(graphs[0].inputs, graphs)
             for size in sizes
@@ -208,11 +219,37 @@ class AheadDrafter:
             union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             tree = best_trees(union, self._num_nodes, self._least, slots, self.buffers)
+            if self.buffers.draws is not None and any(g.draws for g in graphs):
+                self._keep_draws(slots, tree, columns, graphs)
             lengths = self._texts.lengths[inputs.slots]
             by_source = given(tree, columns, sources)
             return lengths, tree.parents, tree.scores, by_source
 
         return self._ssms[0].ssm.captured(finish)
+
+    def _keep_draws(
+        self,
+        slots: torch.Tensor,
+        tree: DeviceTree,
+        columns: torch.Tensor,
+        graphs: Sequence[TreeGraphs],
+    ) -> None:
+        """Note what was drawn below the rows of R trees.
+
+        Args:
+            slots: [R] int64 request slots; several may be padding.
+            tree: The trees.
+            columns: [R, C] of all sources' candidates in their union.
+            graphs: What the SSMs, which come last, have grown.
+        """
+        kept = self.buffers.draws
+        kept.clear(slots)
+        first = columns.shape[1] - sum(graph.growth.ends[-1] for graph in graphs)
+        for source, graph in enumerate(graphs):
+            for level, draws in zip(graph.growth.levels, graph.draws, strict=True):
+                rows = rows_of(level, columns, first, tree)
+                kept.write(slots, rows, source, draws)
+            first += graph.growth.ends[-1]
 
 
 def can_draft_ahead(sources: SourceSet) -> bool:

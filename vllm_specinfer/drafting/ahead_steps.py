@@ -3,10 +3,10 @@
 With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
 suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
-(`TreeSpeculator.draft`): those with draws that are tested, or processors other than
-penalties that look back at paths of many tokens, those after which the SSMs have to
-read what they have sat out or a prompt of a few tokens has ended, and those that heads,
-which read the target's states, sit out. All ranks decide alike
+(`TreeSpeculator.draft`): those with processors other than penalties that look back at
+paths of many tokens, or with lookups whose certain draws are tested, those after which
+the SSMs have to read what they have sat out or a prompt of a few tokens has ended, and
+those that heads, which read the target's states, sit out. All ranks decide alike
 (`scheduling/lessons.py`). Grammars ask for the trees while the target runs over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
@@ -160,6 +160,7 @@ class AheadSteps:
         tokens: Callable[[], np.ndarray],
         names: Sequence[str],
         lessons: Lessons,
+        tests_draws: bool,
     ) -> None:
         """Draft nothing yet.
 
@@ -172,6 +173,7 @@ class AheadSteps:
             tokens: Gives [S, max_model_len] the texts as far as they are known.
             names: Of the sources.
             lessons: Gets what steps bring.
+            tests_draws: Verification tests draws against what they were made from.
         """
         self._drafter = drafter
         self._sources, self._budget = sources, budget
@@ -183,6 +185,7 @@ class AheadSteps:
         self._names = names
         self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
         self._lessons = lessons
+        self._tests_draws = tests_draws
         self._clock = DeviceClock(num_computed.device, lessons)
         # [2, S] how many requests have come to each slot and gone.
         self._changes = np.zeros((2, len(num_computed)), np.int64)
@@ -218,7 +221,7 @@ class AheadSteps:
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
-            or any(source.draws(temperatures) for source in self._sources.ssms)
+            or (self._tests_draws and self._sources.lookups and temperatures.any())
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
                 and needs_chain(self._sampler, slots).any()

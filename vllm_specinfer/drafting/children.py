@@ -104,11 +104,16 @@ class ChildChooser:
             source: Its number: the draws of two sources must be independent.
             coupled: Does what `coupled_children` does, which is the default.
         """
-        # Whether tests need to know what sampled children were drawn from.
+        # Whether children are drawn by random numbers of their own.
         self.draws = verification != "coupled"
         self._best = coupled or coupled_children
         self._seed_offset = np.uint64(source * _SEED_STEP % 2**64)
-        self._replaces = verification != "rrs"
+        # Whether a token may be drawn again.
+        self.replaces = verification != "rrs"
+
+    def draw_seeds(self, seeds: np.ndarray) -> np.ndarray:
+        """Int64 seeds of this source's draws, given those of requests."""
+        return (seeds.astype(np.uint64) + self._seed_offset).astype(np.int64)
 
     def num_candidates(self, num_children: int, rows: DraftRows) -> int:
         """How many of the likeliest tokens `choose` wants to see (M)."""
@@ -154,7 +159,7 @@ class ChildChooser:
         )
         is_drawn = rows.temperatures[:, None] > 0
         drawn, places, drawn_from = _drawn(
-            q * is_drawn, self._uniforms(rows, k), self._replaces
+            q * is_drawn, self._uniforms(rows, k), self.replaces
         )
         found = np.take_along_axis(tokens, places, axis=1)
         return Children(
@@ -167,7 +172,7 @@ class ChildChooser:
         """[F, count] randomness of the rows' draws: every node has its own."""
         # The root's position, not the row's: no two steps may share a draw.
         return uniform(
-            rows.seeds.astype(np.uint64) + self._seed_offset,
+            self.draw_seeds(rows.seeds),
             rows.roots + DRAFT_NOISE_SALT,
             np.arange(count) + (rows.nodes[:, None] + 1) * MAX_CHILDREN,
         )

@@ -92,23 +92,27 @@ class DeviceGrowth:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(num_reqs, *shape, dtype=dtype, device=device)
 
+        # Of all levels, so that one launch clears them.
+        self._is_node = zeros(sum(sizes), dtype=torch.bool).flatten()
+        is_node = self._is_node.split([num_reqs * size for size in sizes])
         self.levels = [
             Level(
                 columns=zeros(size),
-                is_node=zeros(size, dtype=torch.bool),
+                is_node=of_level.view(num_reqs, size),
                 parents=zeros(size),
                 scores=zeros(size, dtype=torch.float32),
                 scratch=zeros(size),
                 bits=zeros(size, words),
                 used=zeros(),
             )
-            for size in sizes
+            for size, of_level in zip(sizes, is_node, strict=True)
         ]
         self.levels[0].columns.fill_(ROOT)
         self._word_firsts = torch.arange(words, device=device) * WORD_BITS
 
     def start(self, grows: torch.Tensor) -> None:
         """Begin anew with the requests [R] that grow; the others get no nodes."""
+        self._is_node.zero_()
         self.levels[0].is_node.copy_(grows[:, None])
         self.scores.fill_(-torch.inf)
 

@@ -17,17 +17,19 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers, read_later
-from vllm_specinfer.drafting.children import DraftRows
+from vllm_specinfer.drafting.children import ChildChooser, DraftRows
 from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.drafting.graphs import GraphShape, PassRows, StaticPass, graph_sizes
 from vllm_specinfer.drafting.growth import level_words
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.kernels.triton.coupled import coupled_children
+from vllm_specinfer.kernels.triton.drawn import drawn_children
 from vllm_specinfer.kernels.triton.growth import Paged, expand, extend
 from vllm_specinfer.options import Tree
 from vllm_specinfer.scheduling.budget import Worth
 from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.device_draws import RowDraws
 from vllm_specinfer.tree.token_tree import num_words
 
 
@@ -94,6 +96,7 @@ class DeviceTrees:
     def __init__(
         self,
         ssm: NeuralSSM,
+        chooser: ChildChooser,
         tree: Tree,
         num_nodes: int,
         num_candidates: int,
@@ -105,6 +108,7 @@ class DeviceTrees:
 
         Args:
             ssm: The SSM.
+            chooser: Says how children of its nodes are chosen.
             tree: The shape of its trees.
             num_nodes: Nodes to keep per tree.
             num_candidates: So many of the likeliest tokens a draw is made from.
@@ -112,7 +116,7 @@ class DeviceTrees:
             texts: Of all slots.
             window: Most tokens that a step adds to a text (T).
         """
-        self._ssm = ssm
+        self._ssm, self._chooser = ssm, chooser
         self.max_num_reqs = max_num_reqs
         self._num_nodes = num_nodes
         self._window = window
@@ -120,7 +124,7 @@ class DeviceTrees:
             (
                 size,
                 [
-                    TreeGraphs(ssm, tree, num_nodes, size, m, texts, window)
+                    TreeGraphs(ssm, chooser, tree, num_nodes, size, m, texts, window)
                     for m in (1, num_candidates)
                 ],
             )
@@ -215,11 +219,14 @@ class DeviceTrees:
     def _inputs(
         self, slots: np.ndarray, roots: DraftRows, correction: tuple[float, float]
     ) -> TreeInputs:
+        seeds = roots.seeds
+        if self._chooser.draws:
+            seeds = self._chooser.draw_seeds(seeds)
         return TreeInputs(
             slots=slots,
             grows=np.ones(len(slots), bool),
             limits=self._ssm.limits(slots),
-            seeds=roots.seeds,
+            seeds=seeds,
             temperatures=roots.temperatures,
             top_k=roots.top_k,
             top_p=roots.top_p,
@@ -247,6 +254,7 @@ class TreeGraphs:
     def __init__(
         self,
         ssm: NeuralSSM,
+        chooser: ChildChooser,
         tree: Tree,
         num_nodes: int,
         num_reqs: int,
@@ -259,6 +267,8 @@ class TreeGraphs:
         self._ssm = ssm
         self.num_reqs = num_reqs
         self._num_candidates = num_candidates
+        self._draws = num_candidates > 1 and chooser.draws
+        self._replaces = chooser.replaces
         self._texts = texts
         self.growth = DeviceGrowth(tree, num_nodes, num_reqs, device)
         sizes = self.growth.sizes
@@ -293,6 +303,11 @@ class TreeGraphs:
         if ssm.reads_states:
             self._target_states = ssm.target_states(num_reqs * window)
         self._catch_up_graph = ssm.captured(self._catch_up)
+
+    @property
+    def draws(self) -> list[RowDraws]:
+        """What children of each level's nodes were drawn from, where they were."""
+        return [RowDraws(*level.outputs) for level in self._levels if self._draws]
 
     def num_rows(self, num_levels: int) -> int:
         """Rows of a request in so many levels."""
@@ -382,15 +397,19 @@ class TreeGraphs:
     def _extend(self, depth: int, hidden: torch.Tensor) -> tuple:
         """Children of the nodes at a depth, given their hidden states [R * F, H]."""
         inputs, k = self.inputs, self.growth.num_children[depth]
-        scores, children = coupled_children(
+        rows = (
             *self._ssm.likeliest_on_device(hidden, max(k, self._num_candidates)),
             *(inputs.seeds, self._roots, inputs.temperatures),
             *(inputs.top_k, inputs.top_p, inputs.min_p),
-            depth=depth,
-            k=k,
         )
+        draws = ()
+        if self._draws:
+            columns = self.growth.levels[depth].columns
+            scores, children, draws = drawn_children(*rows, columns, k, self._replaces)
+        else:
+            scores, children = coupled_children(*rows, depth=depth, k=k)
         extend(self.growth, depth, scores, children, inputs.correction)
-        return ()
+        return draws
 
     def _expand(self, depth: int) -> tuple:
         """Run the nodes of a depth that are expanded, and add their children."""

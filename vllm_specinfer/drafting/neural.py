@@ -91,7 +91,8 @@ class NeuralSource:
         words = max(level_words(self.tree, self.num_nodes), num_words(rows))
         self.ssm.capture(GraphShape(num_reqs, rows, words))
         self.on_device = DeviceTrees(
-            self.ssm, self.tree, self.num_nodes, NUM_CANDIDATES, num_reqs, texts, window
+            *(self.ssm, self.chooser, self.tree, self.num_nodes),
+            *(NUM_CANDIDATES, num_reqs, texts, window),
         )
 
     def num_unread(self, step: DraftStep) -> int:

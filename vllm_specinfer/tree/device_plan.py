@@ -82,9 +82,6 @@ class DevicePlan(StepRows):
         """As `StepPlan.paths`, but of each path only the end is true."""
         return [[], *([row] for row in range(1, self.num_rows[i]))]
 
-    def draws(self, i: int, row: int) -> None:
-        """As `StepPlan.draws`: the host drafts where any are tested."""
-
     @property
     def max_depth(self) -> int:
         """No node is deeper."""

@@ -11,12 +11,15 @@ nodes of a tree, W 64-bit words per bit row.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, WORD_BITS, num_words
+
+if TYPE_CHECKING:
+    from vllm_specinfer.tree.device_draws import DrawBuffers
 
 
 class DeviceCandidates(NamedTuple):
@@ -220,7 +223,10 @@ class TreeBuffers:
         parents: [S + 1, N] int32.
         depths: [S + 1, N + 1] int32.
         bits: [S + 1, N + 1, W] int64.
+        draws: Those below the rows; None where nobody tests them.
     """
+
+    draws: "DrawBuffers | None" = None
 
     def __init__(
         self, max_num_reqs: int, num_nodes: int, max_depth: int, device: torch.device

@@ -5,7 +5,7 @@ roots, N nodes per tree, V vocabulary.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,14 +17,20 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import stage
 from vllm_specinfer.kernels.triton.verification import verify_draws, walk_trees
 from vllm_specinfer.scheduling.step_stats import VERIFY
+from vllm_specinfer.tree.device_draws import TestedDraws
 from vllm_specinfer.tree.device_plan import DevicePlan
-from vllm_specinfer.tree.proposals import stacked
+from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.chains import Chains, looks_back, needs_chain
 from vllm_specinfer.verify.logprobs import placed
 from vllm_specinfer.verify.path_penalties import PathPenalties
 from vllm_specinfer.verify.sampler import TreeSampler
-from vllm_specinfer.verify.stochastic import TEST_SALT, DrawTestingSampler
+from vllm_specinfer.verify.stochastic import (
+    RESIDUAL_SALT,
+    TEST_SALT,
+    DrawsOfRows,
+    DrawTestingSampler,
+)
 
 # Logits of rows that are sampled at once, as vLLM bounds them
 # (vllm/v1/worker/gpu/spec_decode/rejection_sampler.py).
@@ -149,6 +155,26 @@ class DeviceTreeSampler(TreeSampler):
         self._penalties.paths = chains.paths
         return chains
 
+    def _draws(
+        self,
+        plan: StepPlan | DevicePlan | None,
+        requests: Sequence[int],
+        paths: list[list[int]],
+        rows: np.ndarray,
+    ) -> tuple[np.ndarray, DrawsOfRows]:
+        """As `TreeSampler`; of trees that only the device knows, theirs."""
+        if not isinstance(plan, DevicePlan):
+            return super()._draws(plan, requests, paths, rows)
+        there = np.flatnonzero(plan.is_tree[requests])
+        slots = plan.slots[requests][there].astype(np.int64)
+        nodes = np.array([path[-1] if path else 0 for path in paths])[there]
+
+        def draws_of(kept: np.ndarray) -> TestedDraws:
+            device = plan.buffers.tokens.device
+            return plan.buffers.draws.of(*stage(device, slots[kept], nodes[kept]))
+
+        return rows[there], draws_of
+
     def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
         (places,) = stage(logits.device, np.array(rows))
@@ -165,18 +191,21 @@ class DeviceDrawTestingSampler(DrawTestingSampler):
         self,
         logits: torch.Tensor,
         rows: np.ndarray,
+        draws: Draws | TestedDraws,
         places: torch.Tensor,
         pos: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        draws = stacked([self._draws[row] for row in rows.tolist()])
-        seeds = self.sampling_states.seeds.np[self._slots[rows]]
-        tokens, q, drawn, seeds = stage(
-            logits.device, draws.tokens, draws.q, draws.places, seeds
-        )
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        device = logits.device
+        if isinstance(draws, Draws):
+            draws = TestedDraws(*stage(device, draws.places, draws.tokens, draws.q))
+        (seeds,) = stage(device, self.sampling_states.seeds.np[self._slots[rows]])
         logits = logits.to(torch.float32, copy=True)
         positions = pos[places] + TEST_SALT
-        found = verify_draws(logits, places, tokens, q, drawn, seeds, positions)
-        return logits, found
+        found = verify_draws(
+            logits, places, draws.tokens, draws.q, draws.places, seeds, positions
+        )
+        # Rows without draws take the target's own.
+        return logits, found, RESIDUAL_SALT * (draws.places[:, 0] != NO_DRAW)
 
 
 def _chosen(

@@ -19,11 +19,11 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import read, stage
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
-from vllm_specinfer.tree.proposals import Draws
+from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.chains import Chains, looks_back
 from vllm_specinfer.verify.logprobs import placed
-from vllm_specinfer.verify.stochastic import DrawTestingSampler
+from vllm_specinfer.verify.stochastic import DrawsOfRows, DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
 UNKNOWN = -1
@@ -183,10 +183,9 @@ class TreeSampler:
         if self._tests is None:
             output = self.sampler(logits, view)
         else:
-            draws = self._draws(plan, requests, paths)
-            expected = zip((ends[1:] - 1).tolist(), draws, strict=True)
-            draws_of_row = {row: d for row, d in expected if d is not None}
-            self._tests.expect(draws_of_row, slot_of_row)
+            self._tests.expect(
+                *self._draws(plan, requests, paths, ends[1:] - 1), slot_of_row
+            )
             output = self._tests(logits, view)
         output.sampled_token_ids = output.sampled_token_ids[last]
         if output.num_nans is not None:
@@ -267,14 +266,25 @@ class TreeSampler:
         plan: StepPlan | None,
         requests: Sequence[int],
         paths: list[list[int]],
-    ) -> list[Draws | None]:
-        """[G] the drawn children of the row at the end of each path."""
-        if plan is None:
-            return [None] * len(requests)
-        return [
-            plan.draws(i, path[-1] if path else 0)
-            for i, path in zip(requests, paths, strict=True)
-        ]
+        rows: np.ndarray,
+    ) -> tuple[np.ndarray, DrawsOfRows]:
+        """What `DrawTestingSampler.expect` wants to know.
+
+        Args:
+            plan: The step's trees.
+            requests: [G] batch indices.
+            paths: [G] as in `_sample`.
+            rows: [G] the logits row at the end of each path.
+        """
+        draws = []
+        if plan is not None:
+            draws = [
+                plan.draws(i, path[-1] if path else 0)
+                for i, path in zip(requests, paths, strict=True)
+            ]
+        there = [g for g, of_row in enumerate(draws) if of_row is not None]
+        known = [draws[g] for g in there]
+        return rows[there], lambda kept: stacked([known[g] for g in kept.tolist()])
 
     def _only_draws(self, slots: np.ndarray) -> bool:
         """Nothing is asked of these requests' rows but a draw at some temperature.

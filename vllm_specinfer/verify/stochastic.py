@@ -9,6 +9,9 @@ Dimension legend: G nodes, one per request, L logits rows, V vocabulary, M candi
 a node's draws, K draws.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -16,12 +19,15 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import read, stage
 from vllm_specinfer.noise import DRAFT_NOISE_SALT, uniform
-from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws, stacked
+from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
 # what they leave have streams of their own.
 TEST_SALT = 2 * DRAFT_NOISE_SALT
 RESIDUAL_SALT = 3 * DRAFT_NOISE_SALT
+
+# Gives the draws below some rows [g], by their places among all that may have some.
+DrawsOfRows = Callable[[np.ndarray], Any]
 
 
 def verify_draws(
@@ -72,17 +78,20 @@ class DrawTestingSampler(Sampler):
     def __init__(self, sampler: Sampler) -> None:
         """Share `sampler`."""
         self.__dict__.update(sampler.__dict__)
-        self._draws: dict[int, Draws] = {}
-        self._slots = np.empty(0, np.int64)
+        self._rows = self._slots = np.empty(0, np.int64)
+        self._draws_of: DrawsOfRows | None = None
 
-    def expect(self, draws: dict[int, Draws], slots: np.ndarray) -> None:
+    def expect(
+        self, rows: np.ndarray, draws_of: DrawsOfRows, slots: np.ndarray
+    ) -> None:
         """Say what the rows of the next call are.
 
         Args:
-            draws: By logits row the children drawn below it, where there are any.
-            slots: [L] request slot of each row.
+            rows: [G] logits rows below which children may have been drawn.
+            draws_of: Gives those of some of them.
+            slots: [L] request slot of each logits row.
         """
-        self._draws, self._slots = draws, slots
+        self._rows, self._draws_of, self._slots = rows, draws_of, slots
 
     def _sample_random(
         self,
@@ -96,14 +105,15 @@ class DrawTestingSampler(Sampler):
         *flags: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
-        is_sampled = self.sampling_states.temperature.np[self._slots] > 0
-        rows = np.array([row for row in self._draws if is_sampled[row]], np.int64)
-        logits = processed_logits
+        temperatures = self.sampling_states.temperature.np[self._slots[self._rows]]
+        sampled_rows = np.flatnonzero(temperatures)
+        rows, logits = self._rows[sampled_rows], processed_logits
         if len(rows):
             (places,) = stage(pos.device, rows)
-            logits, found = self._tested(logits, rows, places, pos)
+            draws = self._draws_of(sampled_rows)
+            logits, found, salts = self._tested(logits, rows, draws, places, pos)
             pos = pos.clone()
-            pos[places] += RESIDUAL_SALT
+            pos[places] += salts
         sampled, _ = super()._sample_random(
             logits,
             expanded_idx_mapping,
@@ -122,23 +132,25 @@ class DrawTestingSampler(Sampler):
         self,
         logits: torch.Tensor,
         rows: np.ndarray,
+        draws: Draws,
         places: torch.Tensor,
         pos: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
         """Test the draws of these rows.
 
         Args:
             logits: [L, V].
             rows: [G] rows with draws.
-            places: [G] the same, beside the logits.
+            draws: Theirs.
+            places: [G] the same rows, beside the logits.
             pos: [L] positions.
 
         Returns:
-            [L, V] logits in which the rows hold what the tests leave, and [G] the token
-            that each row accepts, -1 where it accepts none.
+            [L, V] logits in which the rows hold what the tests leave, [G] the token
+            that each row accepts, -1 where it accepts none, and [G] or one for all the
+            salt of the draws from what is left.
         """
         device = logits.device
-        draws = stacked([self._draws[row] for row in rows.tolist()])
         (tokens,) = stage(device, draws.tokens)
         chosen = logits[places].double()
         total = chosen.logsumexp(dim=-1, keepdim=True)
@@ -156,4 +168,4 @@ class DrawTestingSampler(Sampler):
         left, g, m, known_rows, found = stage(device, left, g, m, rows[g], accepted)
         values = (left.log() + total).float()
         logits[known_rows, tokens[g, m]] = values[g, m]
-        return logits, found
+        return logits, found, RESIDUAL_SALT

@@ -7,8 +7,6 @@ Dimension legend: R requests, F rows, as many of each request, M likeliest token
 row, K children.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,21 +15,8 @@ from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform64
 from vllm_specinfer.drafting.children import FLAT_ACCEPTANCE, MAX_CHILDREN
 from vllm_specinfer.kernels.triton.coupled import sampling_distribution
 from vllm_specinfer.noise import DRAFT_NOISE_SALT
+from vllm_specinfer.tree.device_draws import RowDraws
 from vllm_specinfer.tree.proposals import NO_DRAW
-
-
-class RowDraws(NamedTuple):
-    """What children of F rows were drawn from.
-
-    Attributes:
-        places: [F, K] int64 drawn candidates, `NO_DRAW` where there is none.
-        tokens: [F, M] int64 of the candidates.
-        q: [F, M] float64 the distribution of the first draw.
-    """
-
-    places: torch.Tensor
-    tokens: torch.Tensor
-    q: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["rows_per_req", "num_candidates", "num_children"])
