@@ -1,7 +1,7 @@
 """Which steps are drafted for ahead of the host, and what it hears of them later.
 
-With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
-suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
+With asynchronous scheduling a step whose trees come from SSMs in graphs, from lookups or
+from both is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with draws that are tested, or processors other than
 penalties that look back at paths of many tokens, those after which the SSMs have to
@@ -160,6 +160,7 @@ class AheadSteps:
         tokens: Callable[[], np.ndarray],
         names: Sequence[str],
         lessons: Lessons,
+        tests_draws: bool,
     ) -> None:
         """Draft nothing yet.
 
@@ -172,9 +173,12 @@ class AheadSteps:
             tokens: Gives [S, max_model_len] the texts as far as they are known.
             names: Of the sources.
             lessons: Gets what steps bring.
+            tests_draws: As `DraftStep.tests_draws`.
         """
         self._drafter = drafter
         self._sources, self._budget = sources, budget
+        # Of lookups' proposals only the host makes draws.
+        self._lookups_draw = tests_draws and bool(sources.lookups)
         self._sampler = sampler
         self._num_computed = num_computed
         self._tokens = tokens
@@ -219,6 +223,7 @@ class AheadSteps:
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
+            or (self._lookups_draw and temperatures.any())
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
                 and needs_chain(self._sampler, slots).any()
@@ -301,7 +306,8 @@ class AheadSteps:
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
         ssms = [source.ssm for source in self._sources.ssms]
         unread += sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
-        return Decision(grows=True, asks=self._budget.drafts(num_reqs, unread))
+        asks = bool(ssms) and self._budget.drafts(num_reqs, unread)
+        return Decision(grows=True, asks=asks)
 
     def _read(
         self, roles: Roles, starts: np.ndarray, states: TargetStates | None
