@@ -1,7 +1,7 @@
 """Which steps are drafted for ahead of the host, and what it hears of them later.
 
-With asynchronous scheduling a step whose trees come from SSMs in graphs, from lookups or
-from both is drafted for as soon as it is launched. Of prompts the host knows the
+With asynchronous scheduling a step whose trees come from SSMs in graphs, from lookups,
+or from both is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with draws that are tested, or processors other than
 penalties that look back at paths of many tokens, those after which the SSMs have to
@@ -177,9 +177,7 @@ class AheadSteps:
         """
         self._drafter = drafter
         self._sources, self._budget = sources, budget
-        # Of lookups' proposals only the host makes draws.
-        self._lookups_draw = tests_draws and bool(sources.lookups)
-        self._sampler = sampler
+        self._sampler, self._tests_draws = sampler, tests_draws
         self._num_computed = num_computed
         self._tokens = tokens
         # [S, max_model_len] what the requests began with; the texts' may come later.
@@ -220,10 +218,12 @@ class AheadSteps:
         """Whether a step may be drafted for ahead."""
         slots = batch.idx_mapping_np
         temperatures = self._sampler.sampling_states.temperature.np[slots]
+        # Of what lookups propose only the host makes draws.
+        lookups_draw = self._tests_draws and len(self._sources.lookups)
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
             or any(source.draws(temperatures) for source in self._sources.ssms)
-            or (self._lookups_draw and temperatures.any())
+            or (lookups_draw and temperatures.any())
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
                 and needs_chain(self._sampler, slots).any()
