@@ -73,7 +73,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     yield "verification", lambda: _check_verification(device)
     yield "children", lambda: _check_children(device)
     yield "penalties", lambda: _check_penalties(device)
-    yield "suffix lookup", lambda: _check_suffixes(device)
+    yield "lookups", lambda: _check_lookups(device)
     yield "trees", lambda: _check_trees(device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
@@ -193,13 +193,14 @@ def _check_verification(device: str) -> None:
     tests.test_walks_follow_the_targets_tokens(outputs)
 
 
-def _check_suffixes(device: str) -> None:
-    import suffix_cases
-    import test_triton_suffix as tests
+def _check_lookups(device: str) -> None:
+    import lookup_cases
+    import test_triton_lookups as tests
 
-    outputs = suffix_cases.run(device)
+    outputs = lookup_cases.run(device)
     tests.test_the_device_finds_what_the_host_finds(outputs)
     tests.test_texts_that_ended_count_against_those_that_went_on(outputs)
+    tests.test_n_grams_are_the_hosts(outputs)
 
 
 # Times.

@@ -124,39 +124,46 @@ class TreeSpeculator(DraftModelSpeculator):
             self._capture_any_rows(cudagraph_mode)
 
     def capture(self) -> None:
-        """Capture the passes of SSMs and heads; called once the target's are."""
-        if not self._captures or not self.sources.ssms:
+        """Capture lookups and the passes of SSMs and heads, once the target's are."""
+        if not self._captures:
             return
         # Their kernels need Triton.
         from vllm_specinfer.drafting.ahead import AheadDrafter, can_draft_ahead
         from vllm_specinfer.drafting.ahead_steps import AheadSteps
         from vllm_specinfer.drafting.device_trees import Texts
+        from vllm_specinfer.drafting.text_copies import TextCopies
 
         requests, sources = self._req_states, self.sources
         texts = Texts(requests.all_token_ids.gpu, requests.total_len.gpu)
         window = 1 + sources.max_depth
-        for source in sources.lookups:
-            source.capture(texts)
-        most_nodes = max(source.most_nodes for source in sources.ssms)
+        most_nodes = max((source.most_nodes for source in sources.ssms), default=1)
         num_reqs = most_requests(
             self.vllm_config.scheduler_config, most_nodes, max(window, most_nodes)
         )
         for source in sources.ssms:
             source.capture(texts, window, num_reqs)
         asynchronous = self.vllm_config.scheduler_config.async_scheduling
-        if asynchronous and can_draft_ahead(sources):
-            nodes = self.num_speculative_steps
-            self._ahead = AheadSteps(
-                AheadDrafter(sources, nodes, texts, self.device, self._tests_draws),
-                sources,
-                self.budget,
-                self._sampler,
-                requests.num_computed_tokens.gpu,
-                lambda: token_rows(requests.all_token_ids),
-                self._names,
-                self._lessons,
-                self._tests_draws,
-            )
+        if not asynchronous or not can_draft_ahead(sources):
+            return
+        if sources.lookups:
+            copies = TextCopies(texts)
+            for source in sources.lookups:
+                source.capture(copies)
+        drafter = AheadDrafter(
+            *(sources, self.num_speculative_steps, texts, self.device),
+            *(num_reqs, self.vllm_config, self._tests_draws),
+        )
+        self._ahead = AheadSteps(
+            drafter,
+            sources,
+            self.budget,
+            self._sampler,
+            requests.num_computed_tokens.gpu,
+            lambda: token_rows(requests.all_token_ids),
+            self._names,
+            self._lessons,
+            self._tests_draws,
+        )
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]

@@ -186,6 +186,7 @@ def steps(monkeypatch):
         lambda: tokens,
         ["one", "two"],
         lessons,
+        tests_draws=False,
     )
     result.lessons = lessons
     result.drafter, result.budget, result.sources = drafter, budget, sources
@@ -237,6 +238,16 @@ def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 3]))
     steps.drafter.buffers.max_depth = 17  # so long would each row's chain be
     assert not steps.takes(a_batch([0, 3]))
+    assert steps.takes(a_batch([0, 1]))
+
+
+def test_lookups_of_sampled_requests_need_the_host_where_draws_are_tested(steps):
+    steps._tests_draws = True
+    assert steps.takes(a_batch([0, 1]))
+    steps.sources.lookups = [Lookup()]
+    assert steps.takes(a_batch([0, 3]))
+    assert not steps.takes(a_batch([0, 1]))
+    steps._tests_draws = False
     assert steps.takes(a_batch([0, 1]))
 
 
@@ -415,6 +426,27 @@ def test_lookups_go_on_without_ssms(steps, size):
     steps.budget.grow = False
     draft(steps, a_batch([3, 0]))
     assert len(steps.drafter.looked_up) == 1 and not steps.drafter.launched
+
+
+def test_lookups_alone_follow_prompts_and_all_else(steps):
+    steps.sources.ssms.clear()
+    steps.sources.lookups = [lookup := Lookup()]
+    start(steps, 0, tokens=range(9))
+    # The first ends its prompt, the second does not, the third decodes.
+    found, stats = draft(steps, a_batch([0, 1, 3], read={0: 5, 1: 4}))
+    assert found.shape == (3, NODES) and steps.drafter.looked_up == [[0, 3]]
+    assert steps.sizes == {"r0": NODES, "r3": NODES} and not stats.reasons
+    draft(steps, a_batch([1], read={1: 5}))
+    steps.budget.grow = False
+    found, stats = draft(steps, a_batch([1, 3]))
+    assert stats.reasons == {"r1": MEASURING, "r3": MEASURING} and steps.sizes == {}
+    assert steps.drafter.looked_up == [[0, 3], [1]]
+    steps.lessons.learn()
+    assert lookup.read == [(0, 20), (3, 23), (1, 21)]
+    # Nobody is asked for what there is none to do.
+    assert not steps.budget.unread and not steps.drafter.launched
+    assert not steps.budget.drafts_timed
+    assert [asks for *_, asks in steps.budget.chances] == [False, False]
 
 
 def test_lookups_hear_what_they_have_looked_up_beside_ssms(steps):

@@ -122,6 +122,15 @@ def main() -> None:
         )
     }
     jobs["back"]["llm"] |= needs
+    # What follows within a text, and what did in one before.
+    one_token = {**GREEDY, "max_tokens": 16, "allowed_token_ids": [7]}
+    repeated = {
+        "prompts": [*PROMPTS[:2], PROMPTS[1]],
+        "params": [one_token, *2 * [{**SAMPLED, "max_tokens": 12}]],
+    }
+    ngram = {"model": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    spec = {**common, "ssms": [ngram, "suffix"], "num_speculative_tokens": 5}
+    lookups = {**repeated, "llm": {**llm, "speculative_config": spec}}
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
@@ -129,6 +138,7 @@ def main() -> None:
     on_cpu["arriving"] = {**plain, **arriving}
     on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
+    on_cpu |= {"repeated": {**plain, **repeated}, "lookups": lookups}
     for name in ("mss", "rrs", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
@@ -138,13 +148,16 @@ def main() -> None:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
         with changing_budgets():
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
+    with cuda_path() as of_lookups:
+        (found["lookups"],) = engine._run_jobs([{**lookups, "asynchronous": True}])
     # With graphs of one request, and without.
     one = [{**jobs["asynchronous"], **ahead}]
     with cuda_path(), mock.patch.object(graphs, "MOST_ROWS", 1):
         (found["small graphs"],) = engine._run_jobs(one)
     with cuda_path("NONE"):
         (found["eager"],) = engine._run_jobs(one)
-    Path(output).write_text(json.dumps([of_cpu, found, counts._asdict()]))
+    counts = [counts._asdict(), of_lookups._asdict()]
+    Path(output).write_text(json.dumps([of_cpu, found, *counts]))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def main() -> None:
         "SSM and head": {"ssms": [ssm, head], **tree},
         "SSM and suffix": {"ssms": [ssm, "suffix"], **tree},
         "SSM and ngram": {"ssms": [ssm, "ngram"], **tree},
+        "lookups": {"ssms": ["ngram", "suffix"], "num_speculative_tokens": 7},
     }
     end, seed = time.monotonic() + 60 * args.minutes, args.seed
     while time.monotonic() < end:

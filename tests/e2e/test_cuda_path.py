@@ -22,7 +22,7 @@ MOST_WAITS = 2 + 2
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, ...]:
     folder: Path = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", seed=0)
     ssm = noisy_copy(target, folder / "ssm", noise=0.05)
@@ -41,7 +41,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]
 
 
 def test_texts_are_those_of_plain_decoding(outputs) -> None:
-    of_cpu, found, _ = outputs
+    of_cpu, found, *_ = outputs
     plain = of_cpu["plain"]["tokens"]
     assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
     assert found["eagle"]["tokens"] == of_cpu["arriving"]["tokens"]
@@ -49,6 +49,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
     assert found["back"]["tokens"] == of_cpu["back"]["tokens"]
+    assert found["lookups"]["tokens"] == of_cpu["repeated"]["tokens"]
     assert found["coupled"]["accepted"] > found["coupled"]["drafts"] > 5
     assert found["eagle"]["drafts"] > 5
     assert found["two"]["accepted"] >= found["two"]["drafts"] > 2
@@ -57,8 +58,8 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
 
 
 def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
-    of_cpu, found, _ = outputs
-    for name in ("coupled", "two", "eagle", "ahead"):
+    of_cpu, found, *_ = outputs
+    for name in ("coupled", "two", "eagle", "ahead", "lookups"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
         # Beside them warm-up's, and those of requests that ended meanwhile.
@@ -75,7 +76,7 @@ def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
 
 
 def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
-    of_cpu, found, _ = outputs
+    of_cpu, found, *_ = outputs
     for name in ("suffix", "changing"):
         assert found[name]["tokens"] == 2 * of_cpu["known"]["tokens"]
         assert found[name]["metrics"]["drafted_nodes ssm0"] > 20
@@ -83,8 +84,20 @@ def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
     assert outputs[2]["passes"].count("look-up") > 4
 
 
+def test_lookups_alone_are_asked_ahead_in_every_step(outputs) -> None:
+    of_cpu, found, _, counts = outputs
+    metrics, steps = found["lookups"]["metrics"], counts["steps"]
+    names = ["accepted_tokens ngram", "accepted_tokens suffix", "accepted_depth"]
+    for name in [*names, "plain_request_steps no_candidates"]:
+        assert metrics[name] == of_cpu["lookups"]["metrics"][name]
+    assert metrics[names[0]] > 8 and metrics[names[1]] > 2
+    assert all(step["launch"] == step.get("verify", 0) == 0 for step in steps)
+    decoding = [step["ahead"] for step in steps if not step.get("prefills", True)]
+    assert all(decoding) and len(decoding) > 8
+
+
 def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
-    of_cpu, found, _ = outputs
+    of_cpu, found, *_ = outputs
     of_plain, of_back = of_cpu["plain"]["logprobs"][2], of_cpu["back"]["logprobs"][1]
     pairs = [(of_back, found["back"]["logprobs"][1], 14)]
     for name in ("coupled", "asynchronous"):
@@ -97,7 +110,7 @@ def test_log_probabilities_are_those_of_plain_decoding(outputs) -> None:
 
 
 def test_draws_are_tested_as_on_a_cpu(outputs) -> None:
-    of_cpu, found, _ = outputs
+    of_cpu, found, *_ = outputs
     drawn, likeliest = found["mss"]["tokens"]
     assert [drawn, likeliest] == of_cpu["mss"]["tokens"]
     plain_draw, plain_likeliest = of_cpu["tested"]["tokens"]

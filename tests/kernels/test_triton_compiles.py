@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from vllm_specinfer.kernels.triton import (
     commit,
     growth,
+    matches,
     penalties,
     places,
     texts,
@@ -155,6 +156,11 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
                     "*i32": "slots paths prompt_bits counts",
                 }
             ),
+        ),
+        (
+            matches._earliest_match_kernel,
+            {"BLOCK": matches.BLOCK},
+            types_of({"*i32": "matched"}),
         ),
         (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
         (

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 
 from vllm_specinfer.device import StagedBuffers, read_later
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs, TreeInputs
-from vllm_specinfer.drafting.graphs import Captured, graph_sizes
+from vllm_specinfer.drafting.graphs import Captured, captured, graph_sizes
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.kernels.triton.trees import best_trees
@@ -76,7 +77,7 @@ class LookupInputs(NamedTuple):
 
 
 class AheadDrafter:
-    """Drafts by SSMs and heads, beside lookups that the device knows.
+    """Drafts by SSMs and heads, by lookups, or by both.
 
     Attributes:
         max_num_reqs: Requests of the largest step that it drafts for.
@@ -89,15 +90,19 @@ class AheadDrafter:
         num_nodes: int,
         texts: Texts,
         device: torch.device,
+        max_num_reqs: int,
+        vllm_config: VllmConfig,
         tests_draws: bool,
     ) -> None:
         """Capture what follows growth; the sources must have been captured.
 
         Args:
-            sources: With SSMs.
+            sources: The sources.
             num_nodes: N.
             texts: Of all slots.
             device: The worker's device.
+            max_num_reqs: Requests of the largest graphs.
+            vllm_config: The engine's.
             tests_draws: Verification wants to know what children were drawn from.
         """
         self._lookups, self._ssms = sources.lookups, sources.ssms
@@ -106,9 +111,9 @@ class AheadDrafter:
         self.buffers = TreeBuffers(
             len(texts.lengths), num_nodes, sources.max_depth, device
         )
-        self.max_num_reqs = self._ssms[0].on_device.max_num_reqs
-        sizes = graph_sizes(self.max_num_reqs)
-        if tests_draws:
+        self.max_num_reqs, self._vllm_config = max_num_reqs, vllm_config
+        sizes = graph_sizes(max_num_reqs)
+        if tests_draws and self._ssms:
             self.buffers.draws = DrawBuffers(
                 len(self.buffers.tokens),
                 num_nodes,
@@ -117,7 +122,7 @@ class AheadDrafter:
             )
         self._finishes = {
             (size, draws): self._captured(graphs[0].inputs, graphs)
-            for size in sizes
+            for size in (sizes if self._ssms else ())
             for draws in (False, True)
             for graphs in [self._graphs(size, draws)]
         }
@@ -125,8 +130,8 @@ class AheadDrafter:
         self._look_ups: list[tuple[int, StagedBuffers, Captured]] = []
         for size in sizes[::-1] if self._lookups else ():
             inputs = StagedBuffers(device, *LookupInputs.padded(np.zeros(0, int), size))
-            captured = self._captured(LookupInputs(*inputs.tensors), [])
-            self._look_ups.append((size, inputs, captured))
+            look_up = self._captured(LookupInputs(*inputs.tensors), [])
+            self._look_ups.append((size, inputs, look_up))
 
     def follows(self, slots: np.ndarray) -> bool:
         """Only the last step's tokens of these requests are new to the SSMs."""
@@ -225,7 +230,7 @@ class AheadDrafter:
             by_source = given(tree, columns, sources)
             return lengths, tree.parents, tree.scores, by_source
 
-        return self._ssms[0].ssm.captured(finish)
+        return captured(finish, self.buffers.tokens.device, self._vllm_config)
 
     def _keep_draws(
         self,
@@ -254,8 +259,4 @@ class AheadDrafter:
 
 def can_draft_ahead(sources: SourceSet) -> bool:
     """Whether nothing has to be asked that only the host can ask."""
-    return (
-        bool(sources.ssms)
-        and all(source.on_device is not None for source in sources.lookups)
-        and all(source.predictor is None for source in sources.ssms)
-    )
+    return all(source.predictor is None for source in sources.all())

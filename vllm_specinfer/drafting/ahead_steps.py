@@ -1,7 +1,7 @@
 """Which steps are drafted for ahead of the host, and what it hears of them later.
 
-With asynchronous scheduling a step whose trees come from SSMs in graphs, beside a
-suffix lookup, is drafted for as soon as it is launched. Of prompts the host knows the
+With asynchronous scheduling a step whose trees come from SSMs in graphs, from lookups,
+or from both is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with processors other than penalties that look back at
 paths of many tokens, or with lookups whose certain draws are tested, those after which
@@ -173,11 +173,11 @@ class AheadSteps:
             tokens: Gives [S, max_model_len] the texts as far as they are known.
             names: Of the sources.
             lessons: Gets what steps bring.
-            tests_draws: Verification tests draws against what they were made from.
+            tests_draws: As `DraftStep.tests_draws`.
         """
         self._drafter = drafter
         self._sources, self._budget = sources, budget
-        self._sampler = sampler
+        self._sampler, self._tests_draws = sampler, tests_draws
         self._num_computed = num_computed
         self._tokens = tokens
         # [S, max_model_len] what the requests began with; the texts' may come later.
@@ -219,9 +219,11 @@ class AheadSteps:
         """Whether a step may be drafted for ahead."""
         slots = batch.idx_mapping_np
         temperatures = self._sampler.sampling_states.temperature.np[slots]
+        # Of what lookups propose only the host makes draws.
+        lookups_draw = self._tests_draws and len(self._sources.lookups)
         return not (
             batch.num_reqs > self._drafter.max_num_reqs
-            or (self._tests_draws and self._sources.lookups and temperatures.any())
+            or (lookups_draw and temperatures.any())
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
                 and needs_chain(self._sampler, slots).any()
@@ -304,7 +306,8 @@ class AheadSteps:
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
         ssms = [source.ssm for source in self._sources.ssms]
         unread += sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
-        return Decision(grows=True, asks=self._budget.drafts(num_reqs, unread))
+        asks = bool(ssms) and self._budget.drafts(num_reqs, unread)
+        return Decision(grows=True, asks=asks)
 
     def _read(
         self, roles: Roles, starts: np.ndarray, states: TargetStates | None

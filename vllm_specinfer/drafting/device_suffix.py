@@ -7,7 +7,7 @@ Dimension legend: S request slots, R requests, Q searches, P places per search, 
 of a tree, G tokens per generation of past texts.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from vllm_specinfer.drafting.suffix import (
     PAST_TRUST,
     TEXT_END,
 )
+from vllm_specinfer.drafting.text_copies import TextCopies
 from vllm_specinfer.kernels.triton.places import newest_places
-from vllm_specinfer.kernels.triton.texts import catch_up
 from vllm_specinfer.tree.on_device import DeviceCandidates, cut
 from vllm_specinfer.tree.token_tree import ROOT
-
-if TYPE_CHECKING:
-    from vllm_specinfer.drafting.device_trees import Texts
 
 
 class Matches(NamedTuple):
@@ -47,21 +44,24 @@ class Matches(NamedTuple):
 
 
 class DeviceSuffixes:
-    """The texts of running requests are vLLM's, copied from the host's memory as far as
-    they are new; the past ones are kept here."""
+    """The texts of running requests are vLLM's; the past ones are kept here.
 
-    def __init__(self, texts: "Texts", num_nodes: int, generation_size: int) -> None:
+    Attributes:
+        ends: Columns once the candidates of a depth are known.
+    """
+
+    def __init__(
+        self, copies: TextCopies, num_nodes: int, generation_size: int
+    ) -> None:
         """Start without past texts.
 
         Args:
-            texts: Of all slots.
+            copies: Of the texts of all slots.
             num_nodes: Most nodes of a tree (N).
             generation_size: Tokens of past texts, twice (G).
         """
-        self._texts, self._num_nodes = texts, num_nodes
-        device = texts.tokens.device
-        self._copies = torch.zeros_like(texts.tokens, device=device)
-        self._known = torch.zeros(len(self._copies), dtype=torch.int64, device=device)
+        self._copies, self._num_nodes = copies, num_nodes
+        device = copies.tokens.device
         # The newer and the older generation; the last column is for padding.
         shape = 2, generation_size + 1
         self._past = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -70,10 +70,9 @@ class DeviceSuffixes:
         self._back = torch.arange(1, MAX_MATCH + 1, device=device)
         self._places = torch.arange(MAX_PLACES, device=device)
         self._correction = StagedBuffers(device, np.zeros(2, np.float32))
-        # Columns once the candidates of a depth are known.
         self.ends = [MAX_PLACES * (1 + depth) for depth in range(num_nodes)]
         # A text and its end.
-        width = min(texts.tokens.shape[1] + 1, generation_size)
+        width = min(copies.tokens.shape[1] + 1, generation_size)
         self._columns = torch.arange(width, device=device)
 
     @torch.inference_mode()  # as what has captured it
@@ -83,16 +82,17 @@ class DeviceSuffixes:
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request; the new one's is not there yet."""
-        self._known[slot].zero_()
+        self._copies.start(slot)
         past, filled = self._past, self._filled
         size, width = past.shape[1] - 1, len(self._columns)
-        length = self._texts.lengths[slot].long()
+        texts = self._copies.texts
+        length = texts.lengths[slot].long()
         kept = (length + 1).clamp_max(width)
         is_full = filled[0] + kept > size
         past[1].copy_(torch.where(is_full, past[0], past[1]))
         filled[1].copy_(torch.where(is_full, filled[0], filled[1]))
         filled[0].masked_fill_(is_full, 0)
-        text = self._texts.tokens[slot]
+        text = texts.tokens[slot]
         source = length + 1 - kept + self._columns
         tokens = text[source.clamp_max(len(text) - 1)]
         tokens = torch.where(source < length, tokens, TEXT_END)
@@ -115,9 +115,7 @@ class DeviceSuffixes:
             The N likeliest of each request; as many levels as nodes, a column per
             place.
         """
-        texts, num_reqs = self._texts, len(slots)
-        lengths = texts.lengths[slots].long()
-        catch_up(self._copies, self._known, texts.tokens, slots, lengths)
+        num_reqs, lengths = len(slots), self._copies.read(slots)
         own = self._own_matches(slots, lengths)
         past = self._past_matches(slots, lengths)
         found = Matches(*(
@@ -135,11 +133,11 @@ class DeviceSuffixes:
     def _own_matches(self, slots: torch.Tensor, lengths: torch.Tensor) -> Matches:
         """Within the request's text; at its end a path goes on from its place."""
         matched, places = self._longest(
-            self._copies, slots, lengths, slots, lengths, MIN_OWN
+            self._copies.tokens, slots, lengths, slots, lengths, MIN_OWN
         )
         period = (lengths[:, None] - places)[:, :, None]
         after = places[:, :, None] + self._steps % period
-        tokens = self._copies[slots[:, None, None], after.clamp_min(0)]
+        tokens = self._copies.tokens[slots[:, None, None], after.clamp_min(0)]
         found = places >= 0
         there = found[:, :, None].expand_as(tokens)
         return Matches(matched, found.sum(dim=1), tokens.long(), there)
@@ -174,7 +172,7 @@ class DeviceSuffixes:
         Returns:
             [Q] how long it is, and [Q, P] the places, -1 for none.
         """
-        texts = self._copies
+        texts = self._copies.tokens
         places = newest_places(
             *(searched, rows, ends, texts, slots, lengths),
             num_places=MAX_PLACES,

@@ -18,8 +18,9 @@ from vllm_specinfer.tree.proposals import certain, joined
 from vllm_specinfer.tree.token_tree import ROOT
 
 if TYPE_CHECKING:
+    from vllm_specinfer.drafting.device_ngram import DeviceNgrams
     from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
-    from vllm_specinfer.drafting.device_trees import Texts
+    from vllm_specinfer.drafting.text_copies import TextCopies
 
 # One proposed node: parent (`ROOT` or an earlier node), token, chance that it is
 # accepted where its parent is.
@@ -50,8 +51,8 @@ class Lookup(Protocol):
     def read(self, slot: int, tokens: np.ndarray) -> Any:
         """A request has these tokens [n] int32; `find` need not be asked."""
 
-    def on_device(self, texts: "Texts") -> "DeviceSuffixes | None":
-        """The same for texts that the host does not know; None where it is needed."""
+    def on_device(self, copies: "TextCopies") -> "DeviceSuffixes | DeviceNgrams":
+        """The same for texts that the host does not know."""
 
 
 class LookupSource:
@@ -61,11 +62,11 @@ class LookupSource:
         self._lookup = lookup
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
-        self.on_device: DeviceSuffixes | None = None
+        self.on_device: DeviceSuffixes | DeviceNgrams | None = None
 
-    def capture(self, texts: "Texts") -> None:
-        """Look up on the device, too, where that is possible."""
-        self.on_device = self._lookup.on_device(texts)
+    def capture(self, copies: "TextCopies") -> None:
+        """Look up on the device, too."""
+        self.on_device = self._lookup.on_device(copies)
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -170,8 +171,12 @@ class Ngrams:
     def read(self, slot: int, tokens: np.ndarray) -> None:
         """Nothing is kept between steps."""
 
-    def on_device(self, texts: "Texts") -> None:
-        """Only the host knows how."""
+    def on_device(self, copies: "TextCopies") -> "DeviceNgrams":
+        """The same where the host does not look on."""
+        # Its kernel needs Triton.
+        from vllm_specinfer.drafting.device_ngram import DeviceNgrams
+
+        return DeviceNgrams(copies, self._source, self._max_depth)
 
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """The chain of tokens after the match."""

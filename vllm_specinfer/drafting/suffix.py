@@ -17,7 +17,7 @@ from vllm_specinfer.tree.token_tree import ROOT
 
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
-    from vllm_specinfer.drafting.device_trees import Texts
+    from vllm_specinfer.drafting.text_copies import TextCopies
 
 # Shortest match within a request's own text, and in the texts of others.
 MIN_OWN, MIN_PAST = 2, 3
@@ -116,12 +116,12 @@ class Suffixes:
         own.extend(tokens[len(own.tokens) :].tolist())
         return own
 
-    def on_device(self, texts: "Texts") -> "DeviceSuffixes":
+    def on_device(self, copies: "TextCopies") -> "DeviceSuffixes":
         """The same where the host does not look on; it begins without past texts."""
         # Its kernel needs Triton.
         from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
 
-        return DeviceSuffixes(texts, self._num_nodes, self._generation_size)
+        return DeviceSuffixes(copies, self._num_nodes, self._generation_size)
 
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """The tree of what followed the longest matches, by how often it did."""

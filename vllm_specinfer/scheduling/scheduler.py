@@ -143,12 +143,12 @@ class SpecInferScheduler(Scheduler):
         request_id: str,
         **counts: Any,
     ) -> SpecDecodingStats | None:
-        """As vLLM's, without the drafts that pad a prompt's last token.
+        """As vLLM's, of trees that have nodes, and without drafts that pad prompts.
 
         vLLM gives a request that joins with one token as many drafts as the others may
         have, so that all have as many rows; there is no tree behind them.
         """
-        if request_id not in self._worker.accepted:
+        if not self._worker.num_nodes.get(request_id):
             return spec_decoding_stats
         return super().make_spec_decoding_stats(
             spec_decoding_stats, request_id=request_id, **counts
@@ -188,7 +188,7 @@ class SpecInferScheduler(Scheduler):
             request = self.requests.get(req_id)
             if request is None or request.is_finished():
                 continue  # aborted meanwhile: vLLM counts nothing of it either
-            if req_id in worker.accepted:
+            if worker.num_nodes.get(req_id):
                 step.accepted.update(worker.accepted[req_id])
             elif (
                 num_tokens - len(drafts.get(req_id, ())) > 1

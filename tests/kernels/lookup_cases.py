@@ -1,9 +1,10 @@
-"""Suffix lookup on the device and on the host, side by side over random texts.
+"""Lookups on the device and on the host, side by side over random texts.
 
-``TRITON_INTERPRET=1 python suffix_cases.py OUTPUT.pt`` saves what both find.
+``TRITON_INTERPRET=1 python lookup_cases.py OUTPUT.pt`` saves what both find.
 """
 
 import sys
+from types import SimpleNamespace
 
 import interpreter
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 SEEDS = range(18)
 NUM_SLOTS, MAX_LEN = 3, 60
+# How long texts without a match, before, at and behind the blocks of a scan are.
+LENGTHS = [0, 1, 2, 15, 16, 17, 33, MAX_LEN]
 
 
 def main(output: str) -> None:
@@ -19,23 +22,28 @@ def main(output: str) -> None:
     torch.save(run("cpu"), output)
 
 
-def run(device: str) -> tuple[list[tuple[dict, dict]], dict[tuple, float]]:
+def run(
+    device: str,
+) -> tuple[list[tuple[dict, dict]], dict[tuple, float], list[tuple[list, list]]]:
     """Let texts start, grow and be looked up."""
-    from vllm_specinfer.kernels.triton import places, texts
+    from vllm_specinfer.kernels.triton import matches, places, texts
 
-    places.BLOCK = texts.BLOCK = 16
+    matches.BLOCK = places.BLOCK = texts.BLOCK = 16
     found = [found for seed in SEEDS for found in searches(seed, device)]
-    return found, one_that_ended(device)
+    ngrams = [found for seed in SEEDS for found in ngram_searches(seed, device)]
+    return found, one_that_ended(device), ngrams
 
 
 def one_that_ended(device: str) -> dict[tuple, float]:
     """What followed in two past texts, one of which ended there."""
     from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
     from vllm_specinfer.drafting.device_trees import Texts
+    from vllm_specinfer.drafting.text_copies import TextCopies
 
     tokens = torch.tensor([[7, 1, 2, 3], [1, 2, 3, 4], [5, 1, 2, 3]], dtype=torch.int32)
     lengths = torch.full((3,), 4, dtype=torch.int32)
-    lookup = DeviceSuffixes(Texts(tokens.to(device), lengths.to(device)), 2, 30)
+    copies = TextCopies(Texts(tokens.to(device), lengths.to(device)))
+    lookup = DeviceSuffixes(copies, 2, 30)
     lookup.fill((1.0, 0.0))
     lookup.start(0)
     lookup.start(1)
@@ -47,6 +55,7 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
     """What the device and the host find each time: paths and their log chances."""
     from vllm_specinfer.drafting.device_trees import Texts
     from vllm_specinfer.drafting.suffix import Suffixes
+    from vllm_specinfer.drafting.text_copies import TextCopies
     from vllm_specinfer.options import SuffixSource
 
     rng = np.random.default_rng(seed)
@@ -56,7 +65,7 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
     tokens = np.zeros((NUM_SLOTS, MAX_LEN), np.int32)
     lengths = np.zeros(NUM_SLOTS, np.int32)
     texts = Texts(*(torch.tensor(a, device=device) for a in (tokens, lengths)))
-    lookup = host.on_device(texts)
+    lookup = host.on_device(TextCopies(texts))
     correction = [(1.0, 0.0), (0.5, 0.0), (1.0, 0.3)][seed % 3]
     lookup.fill(correction)
     vocab, results = int(rng.choice([2, 6, 40])), []
@@ -92,6 +101,65 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
                 paths_on_host(nodes, correction) if grows[r] else {},
             ))  # fmt: skip
     return results
+
+
+def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
+    """What both find each time: depth, parent, token and log chance of each node."""
+    from vllm_specinfer.drafting.device_trees import Texts
+    from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
+    from vllm_specinfer.drafting.text_copies import TextCopies
+    from vllm_specinfer.options import NgramSource
+
+    rng = np.random.default_rng(seed)
+    least = int(rng.integers(1, 4))
+    most = least + int(rng.choice([0, 1, 4, MAX_LEN]))
+    source = LookupSource(Ngrams(NgramSource(least, most), int(rng.integers(1, 9))))
+    source.calibration.distrust = [0.0, -0.5, 0.3][seed % 3]
+    num_slots = len(LENGTHS)
+    tokens = rng.integers(int(rng.choice([2, 3, 6])), size=(num_slots, MAX_LEN))
+    tokens = tokens.astype(np.int32)
+    lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    texts = Texts(torch.from_numpy(tokens).to(device), lengths)
+    source.capture(TextCopies(texts))
+    source.on_device.fill(source.calibration.line)
+    results, of_slot = [], rng.permutation(LENGTHS)
+    for _ in range(3):
+        lengths.copy_(torch.from_numpy(of_slot))
+        slots = rng.permutation(num_slots)
+        grows = rng.random(num_slots) < 0.8
+        slots[~grows] = 0  # as padding has it
+        step = SimpleNamespace(
+            growing=np.arange(num_slots),
+            slots=slots,
+            num_tokens=np.maximum(of_slot[slots], 1),  # the host sees no empty text
+            all_token_ids=tokens,
+            tests_draws=False,
+        )
+        expected = source.propose(step, np.zeros(num_slots)).candidates
+        found = source.on_device.find(
+            torch.from_numpy(slots).to(device), torch.from_numpy(grows).to(device)
+        )
+        for r in range(num_slots):
+            chain = nodes_of(expected, r) if grows[r] else []
+            results.append((nodes_of(found, r), chain))
+        of_slot = np.minimum(of_slot + rng.integers(9, size=num_slots), MAX_LEN)
+        if rng.random() < 0.5:
+            # Another request's text takes a slot.
+            slot = int(rng.integers(num_slots))
+            source.on_device.start(slot)
+            tokens[slot] = rng.permutation(tokens[slot])
+            texts.tokens[slot].copy_(torch.from_numpy(tokens[slot]))
+    return results
+
+
+def nodes_of(candidates, r: int) -> list[tuple]:
+    """Column, parent, token and score of one request's candidates."""
+    scores = candidates.scores[r].tolist()
+    parents, tokens = candidates.parents[r].tolist(), candidates.tokens[r].tolist()
+    return [
+        (column, parents[column], tokens[column], scores[column])
+        for column in np.flatnonzero(np.isfinite(scores)).tolist()
+    ]
 
 
 def paths_on_device(found, r: int) -> dict[tuple, float]:

@@ -1,8 +1,8 @@
-"""Suffix lookup on the device, run by Triton's interpreter, against the host's."""
+"""Lookups on the device, run by Triton's interpreter, against the host's."""
 
+import lookup_cases as cases
 import numpy as np
 import pytest
-import suffix_cases as cases
 from interpreter import outputs_of
 
 from vllm_specinfer.drafting.lookup import chance_after
@@ -10,7 +10,7 @@ from vllm_specinfer.drafting.suffix import PAST_TRUST
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, dict]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, dict, list]:
     return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
 
 
@@ -25,3 +25,14 @@ def test_the_device_finds_what_the_host_finds(outputs) -> None:
 def test_texts_that_ended_count_against_those_that_went_on(outputs) -> None:
     chance = PAST_TRUST * chance_after(3) / 2
     assert outputs[1] == {(4,): pytest.approx(np.log(chance))}
+
+
+def test_n_grams_are_the_hosts(outputs) -> None:
+    assert len(outputs[2]) == 3 * len(cases.LENGTHS) * len(cases.SEEDS)
+    for found, expected in outputs[2]:
+        assert len(found) == len(expected)
+        for node, other in zip(found, expected, strict=True):
+            assert node == pytest.approx(other, abs=1e-5)
+    sizes = [len(expected) for _, expected in outputs[2]]
+    assert min(sizes) == 0 and max(sizes) == 8
+    assert sum(size > 0 for size in sizes) > len(sizes) // 3
