@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.drafting import head as head_module
-from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE, DraftHead
+from vllm_specinfer.drafting.head import DraftHead
 
 VOCAB, HIDDEN = 100, 16
 
