@@ -9,7 +9,7 @@ drafted. The output of the engine stays the target's either way.
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_specinfer.device import is_host
@@ -123,7 +123,9 @@ def _vocab_size_of(head: nn.Module) -> int:
 def _rows_of(head: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """[n, H] rows of these tokens, on every tensor-parallel rank all of them.
 
-    So few rows are multiplied everywhere sooner than logits are gathered.
+    So few rows are multiplied everywhere sooner than logits are gathered. They are
+    summed on the host: vLLM's first all-reduce on the device may allocate a workspace,
+    here in the pool of the weights, which sleep discards.
     """
     weight, shard = head.weight.data, getattr(head, "shard_indices", None)
     if shard is None:
@@ -131,4 +133,8 @@ def _rows_of(head: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     places = tokens - shard.org_vocab_start_index
     own = (places >= 0) & (tokens < shard.org_vocab_end_index)
     rows = weight[torch.where(own, places, 0)] * own[:, None]
-    return tensor_model_parallel_all_reduce(rows)
+    if (group := get_tp_group()).world_size == 1:
+        return rows
+    host_rows = rows.cpu()
+    torch.distributed.all_reduce(host_rows, group=group.cpu_group)
+    return host_rows.to(weight.device)
