@@ -84,6 +84,7 @@ def test_a_program_understands_the_command(words, monkeypatch, tmp_path):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     with mock.patch.dict(os.environ), pytest.raises(Parsed):
         if program == "vllm-specinfer":
             cli.main(arguments)

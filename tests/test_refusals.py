@@ -8,6 +8,7 @@ import torch
 
 from tests.conftest import LLAMA, write_model
 from vllm_specinfer import refusals
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab
 
 pytestmark = pytest.mark.usefixtures("v2_undone")
 
@@ -247,6 +248,45 @@ def test_unigram_vocabulary_is_compared_by_position(tmp_path):
         tokenizer=str(tmp_path / "target"), tokenizer_revision=None
     )
     assert "got 1 different" in refusals._tokenizer_reason(ssm, target)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("{", "Expecting property name"),
+        ("\xff", "'utf-8' codec"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ("[1, 2]", "no such list"),
+        ('{"tokens": 3}', "no such list"),
+        ('{"tokens": []}', "no ids"),
+        ('{"tokens": [1, 128]}', "128"),
+        ('{"tokens": [-1]}', "-1"),
+        ('{"tokens": [1, true]}', "True"),
+        ('{"tokens": ["1"]}', "'1'"),
+        ('{"tokens": [4, 7, 7]}', "7 2 times"),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle3"])
+def test_a_wrong_draft_vocabulary_is_refused(
+    refusal, tmp_path, architecture, content, found
+):
+    (tmp_path / "ssm").mkdir()
+    (tmp_path / "ssm" / DRAFT_VOCAB_FILE).write_text(content, encoding="latin-1")
+    sentence = refusal(ssm=LLAMA | {"architectures": [architecture]})
+    assert sentence.startswith("draft_vocab.json of the SSM ")
+    assert " with distinct ids below 128; got " + found in sentence
+
+
+@pytest.mark.parametrize("tokens", [None, [127, 0, 5]])
+def test_a_draft_vocabulary_need_not_be_there(tmp_path, tokens):
+    if tokens is not None:
+        content = json.dumps({"tokens": tokens})
+        (tmp_path / DRAFT_VOCAB_FILE).write_text(content)
+    ssm = SimpleNamespace(
+        model=str(tmp_path), revision=None, get_vocab_size=lambda: 128
+    )
+    assert read_draft_vocab(ssm) == tokens
+    assert refusals._draft_vocab_reason(ssm) is None
 
 
 def test_an_ssm_with_fewer_positions_is_refused(refusal):

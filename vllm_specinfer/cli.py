@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.evidence import commands as evidence
-from vllm_specinfer.evidence.arguments import json_object, out_folder
+from vllm_specinfer.evidence.arguments import json_object, model, out_folder
 from vllm_specinfer.evidence.reproduce import commands as reproduce
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
@@ -81,6 +81,8 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
             options: dict[str, Any] = {"action": "store_true"}
         elif made:
             options = {"type": json_object, "metavar": "JSON"}
+        elif name in ("target", "base"):
+            options = {"type": model}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}

@@ -206,6 +206,10 @@ def model_reason(model: "ModelConfig", role: str) -> str | None:
 
 def ssm_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
     """Why a model cannot draft for this target, or None."""
+    return _fit_reason(ssm, target) or _draft_vocab_reason(ssm)
+
+
+def _fit_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
     if eagle_type(ssm) is not None:
         return _head_reason(ssm, target)
     if (head := _draft_head(ssm)) is not None:
@@ -423,6 +427,16 @@ def _tokenizer_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
         f"the SSM's tokenizer must be the target's; got {num_different} different "
         f"tokens in {ssm.model!r}"
     )
+
+
+def _draft_vocab_reason(ssm: "ModelConfig") -> str | None:
+    from vllm_specinfer.draft_vocab import read_draft_vocab
+
+    try:
+        read_draft_vocab(ssm)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _read_vocabulary(

@@ -141,8 +141,7 @@ def _resolve_model(name: str, where: str) -> str:
     folder = _expanded(name)
     # Of os.path, as pathlib raises where a name is too long or holds a null.
     if not os.path.exists(folder):
-        is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
-        if is_id and len(name) <= MAX_HUB_ID:
+        if is_hub_id(name):
             return name
         raise ValueError(
             f"{where} must be an existing folder or a hub id; got {name!r}"
@@ -156,6 +155,12 @@ def _resolve_model(name: str, where: str) -> str:
     if (reason := checkpoints.broken_reason(folder)) is not None:
         raise ValueError(reason)
     return str(folder)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no folder may be one on the hub."""
+    matches = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name, re.ASCII)
+    return matches is not None and len(name) <= MAX_HUB_ID
 
 
 def _expanded(name: str) -> Path:

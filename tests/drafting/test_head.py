@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.drafting import head as head_module
-from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE, DraftHead
+from vllm_specinfer.drafting.head import DraftHead
 
 VOCAB, HIDDEN = 100, 16
 
@@ -82,14 +83,18 @@ def test_a_head_with_more_than_rows_is_used_whole(tmp_path):
 
 def test_every_rank_has_the_rows_of_all(monkeypatch):
     weight, tokens = torch.randn(VOCAB, HIDDEN), torch.tensor([3, 41, 42, 99, 7])
-    parts = []
+    group, parts = SimpleNamespace(world_size=2, cpu_group="gloo"), []
+    monkeypatch.setattr(head_module, "get_tp_group", lambda: group)
+    monkeypatch.setattr(
+        *(torch.distributed, "all_reduce"),
+        lambda rows, group: parts.append((rows, group)),
+    )
     for first, end in ((0, 42), (42, VOCAB)):
         # vLLM pads a shard behind its rows.
         shard = torch.nn.functional.pad(weight[first:end], (0, 0, 0, 6), value=9)
         indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
         head = SimpleNamespace(weight=shard, shard_indices=indices)
-        monkeypatch.setattr(
-            head_module, "tensor_model_parallel_all_reduce", parts.append
-        )
         head_module._rows_of(head, tokens)
-    assert sum(parts).equal(weight[tokens])
+    (first, own), (second, other) = parts
+    assert (first + second).equal(weight[tokens])
+    assert own == other == "gloo"

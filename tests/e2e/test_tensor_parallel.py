@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import engine
 from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
-from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.evidence.bench import BenchSettings, measure
 from vllm_specinfer.evidence.measured import Measured
 from vllm_specinfer.options import METHOD

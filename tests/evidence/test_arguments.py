@@ -3,10 +3,12 @@
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.evidence.arguments import model
 from vllm_specinfer.evidence.engines import start_engine
 
 RECORD = ["record", "--prompts", "mtbench", "--ssm", "ngram"]
 BENCH = ["bench", "--prompts", "mtbench"]
+TUNE = ["tune", "--out", "new", "--prompts", "mine.txt"]
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,26 @@ BENCH = ["bench", "--prompts", "mtbench"]
         ([*BENCH, "--out", "FILE"], "must be writable"),
         ([*BENCH, "--out", "new", "--config", "a={bad"], "must be a JSON object"),
         (["reproduce", "treeattn", "--out", "FILE"], "must be writable"),
+        (
+            [*RECORD, "--out", "new", "--target", "/nowhere"],
+            "--target: no such folder: /nowhere",
+        ),
+        (
+            ["record", "--prompts", "mtbench", "--out", "new", "--ssm", "./no"],
+            "--ssm: no such folder: ./no",
+        ),
+        ([*BENCH, "--out", "new", "--target", "a/b/c"], "no such folder: a/b/c"),
+        ([*BENCH, "--out", "new", "--ssm", "no/no/"], "no such folder: no/no/"),
+        ([*TUNE, "--target", "no such"], "--target: no such folder: no such"),
+        ([*TUNE, "--target", "FOLDER", "--base", "~/no/no"], "--base: no such folder"),
+        (
+            ["reproduce", "ssms", "--out", "new", "--pools", "FOLDER", "../no"],
+            "--pools: no such folder: ../no",
+        ),
+        (
+            ["reproduce", "table1", "--out", "new", "--ssm", "/no"],
+            "--ssm: no such folder: /no",
+        ),
     ],
 )
 def test_wrong_arguments(command, reason, tmp_path, monkeypatch, capsys) -> None:
@@ -31,6 +53,14 @@ def test_wrong_arguments(command, reason, tmp_path, monkeypatch, capsys) -> None
         cli.main(command)
     assert reason in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert model("~/mine") == str(tmp_path / "mine")
+    for name in (str(tmp_path), "ngram", "org/a-model.v1"):
+        assert model(name) == name
 
 
 def test_interrupted_commands_say_so(monkeypatch, capsys) -> None:

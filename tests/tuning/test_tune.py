@@ -285,7 +285,6 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
         "seed must be at least 0; got -1": {"seed": -1},
         "learning_rate must be a positive number; got nan": {"learning-rate": "nan"},
         "Is a directory": {"prompts": tmp_path},
-        "Repo id must": {"target": "./none"},
         "No such file": {"prompts": tmp_path / "none.txt"},
         "at least two prompts": {"max-prompts": 1},
     }

@@ -9,15 +9,14 @@ drafted. The output of the engine stays the target's either way.
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from vllm_specinfer.device import is_host
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab
 
 logger = init_logger(__name__)
 
-DRAFT_VOCAB_FILE = "draft_vocab.json"
 # Rows of which logits are in memory at once, some ten bytes for each token.
 MOST_ROWS = 1024
 
@@ -36,7 +35,7 @@ class DraftHead:
             config: Its config.
 
         Raises:
-            ValueError: The draft vocabulary is not a list of distinct token ids.
+            ValueError: The file of the draft vocabulary is wrong.
         """
         self._model = model
         self._tokens: torch.Tensor | None = None
@@ -57,7 +56,7 @@ class DraftHead:
                 self._tokens, order = (own + offsets.data).sort()
                 self._keep(_rows_of(head, order))
             return
-        tokens = _read_draft_vocab(config)
+        tokens = read_draft_vocab(config)
         if tokens is None:
             return
         if not plain or _vocab_size_of(head) < config.get_vocab_size():
@@ -124,7 +123,9 @@ def _vocab_size_of(head: nn.Module) -> int:
 def _rows_of(head: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """[n, H] rows of these tokens, on every tensor-parallel rank all of them.
 
-    So few rows are multiplied everywhere sooner than logits are gathered.
+    So few rows are multiplied everywhere sooner than logits are gathered. They are
+    summed on the host: vLLM's first all-reduce on the device may allocate a workspace,
+    here in the pool of the weights, which sleep discards.
     """
     weight, shard = head.weight.data, getattr(head, "shard_indices", None)
     if shard is None:
@@ -132,27 +133,8 @@ def _rows_of(head: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     places = tokens - shard.org_vocab_start_index
     own = (places >= 0) & (tokens < shard.org_vocab_end_index)
     rows = weight[torch.where(own, places, 0)] * own[:, None]
-    return tensor_model_parallel_all_reduce(rows)
-
-
-def _read_draft_vocab(config: ModelConfig) -> list[int] | None:
-    """The draft vocabulary beside the weights, if there is one.
-
-    Raises:
-        ValueError: It is not a list of distinct token ids.
-    """
-    file = get_hf_file_to_dict(DRAFT_VOCAB_FILE, config.model, config.revision)
-    if file is None:
-        return None
-    tokens = file.get("tokens") if isinstance(file, dict) else None
-    vocab_size = config.get_vocab_size()
-    if (
-        not isinstance(tokens, list)
-        or not all(type(t) is int and 0 <= t < vocab_size for t in tokens)
-        or not 1 <= len(tokens) == len(set(tokens))
-    ):
-        raise ValueError(
-            f"{DRAFT_VOCAB_FILE} of the SSM {config.model!r} must be "
-            f'{{"tokens": [...]}} with distinct ids below {vocab_size}'
-        )
-    return tokens
+    if (group := get_tp_group()).world_size == 1:
+        return rows
+    host_rows = rows.cpu()
+    torch.distributed.all_reduce(host_rows, group=group.cpu_group)
+    return host_rows.to(weight.device)

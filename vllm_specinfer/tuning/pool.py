@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specinfer.drafting.head import DRAFT_VOCAB_FILE
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import model
 from vllm_specinfer.tuning.data import TrainingData, prepare

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer import assets
-from vllm_specinfer.evidence.arguments import at_least, out_folder
+from vllm_specinfer.evidence.arguments import at_least, model, out_folder
 from vllm_specinfer.evidence.commands import (
     PROMPTS_HELP,
     answer_options,
@@ -58,7 +58,11 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table = _add_table(tables, "ssms", "tokens per step by the number of SSMs")
     _add_answers(table, 20, [0.0, 0.7])
     table.add_argument(
-        "--pools", nargs="+", default=[str(POOL)], help="folders (the shipped pool)"
+        "--pools",
+        type=model,
+        nargs="+",
+        default=[str(POOL)],
+        help="folders (the shipped pool)",
     )
     table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
     table.set_defaults(run=_ssms)
@@ -131,6 +135,7 @@ def _add_regime(parser: argparse.ArgumentParser) -> None:
 def _add_ssm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssm",
+        type=model,
         default=str(POOL / "ssm0"),
         help="SSM, pool or lookup (the shipped SSM)",
     )
