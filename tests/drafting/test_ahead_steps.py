@@ -71,9 +71,6 @@ class Ssm:
         self.ssm = self.on_device = self.levels = self
         self.behind, self.read, self.grown, self.caught_up = [], [], [], []
 
-    def draws(self, temperatures):
-        return bool((temperatures > 0.9).any())  # as if 1.0 were tested
-
     def fall_behind(self, slots):
         self.behind += slots.tolist()
 
@@ -233,7 +230,6 @@ def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 1, 3]))
     assert steps.takes(a_batch([0, 3], read={0: 0}))
     assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
-    assert not steps.takes(a_batch([1, 2]))  # a draw that is tested
     steps.sampler.back = [3]
     assert steps.takes(a_batch([0, 3]))
     steps.drafter.buffers.max_depth = 17  # so long would each row's chain be
