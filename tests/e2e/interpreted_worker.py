@@ -255,6 +255,8 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         step["looks_up"] = bool(speculator.sources.lookups)
         if state is not None:
             batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
+            heats = runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np]
+            step["tested"] = speculator._tests_draws and bool(heats.any())
             step["prefills"] = batch.has_prefill
             step["grammars"] = batch.has_structured_output_reqs
             step["logprobs"] = dims(batch.idx_mapping_np) is not None

@@ -113,7 +113,6 @@ class DrawBuffers:
         is_draw = places != NO_DRAW
         has_draws = is_draw.any(dim=2, keepdim=True)
         tokens = torch.where(has_draws, tokens, NO_CANDIDATE)
-        q = torch.where(has_draws, q, 0)
         qs = []
         for k in range(places.shape[2]):
             qs.append(q * is_draw[:, :, k, None])
