@@ -181,14 +181,23 @@ def waits(args: argparse.Namespace) -> str:
 
     prompts = assets.prompt_ids(args.data, 4, args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
+    common = {"method": "specinfer", "scheduler": "static"}
+    specs = {
+        "coupled": {"model": args.ssm},
+        "rrs": {"model": args.ssm, "verification": "rrs"},
+        "lookups": {"ssms": ["ngram", "suffix"]},
+    }
     engine = {"dtype": args.dtype}
-    llm = start_engine(args.target, longest, len(prompts), spec, engine)
+    engines = {
+        name: start_engine(args.target, longest, len(prompts), common | spec, engine)
+        for name, spec in specs.items()
+    }
     params = [
         SamplingParams(temperature=t, seed=1, max_tokens=args.max_tokens)
         for t in (0.0, 0.0, 1.0, 1.0)
     ]
-    _texts(llm, prompts, params)  # compiles what is compiled on first use
+    for llm in engines.values():
+        _texts(llm, prompts, params)  # compiles what is compiled on first use
     calls, counts = 0, Counter()
 
     def counted(owner: Any, name: str, what: str) -> None:
@@ -224,12 +233,16 @@ def waits(args: argparse.Namespace) -> str:
     counted(device, "_waited", "waits")
     counted(TreeSpeculator, "propose", "steps")
     counted(AheadDrafter, "launch", "ahead")
-    _texts(llm, prompts, params)
-    return (
-        f"{calls} calls, none of which waited without being meant to\n"
-        f"{counts['steps']} steps, {counts['ahead']} of them drafted for ahead, with "
-        f"{counts['waits']} waits\n"
-    )
+    counted(AheadDrafter, "look_up", "ahead")
+    found = []
+    for name, llm in engines.items():
+        counts.clear()
+        _texts(llm, prompts, params)
+        found.append(
+            f"{name}: {counts['steps']} steps, {counts['ahead']} of them drafted for "
+            f"ahead, with {counts['waits']} waits\n"
+        )
+    return "".join(found) + f"{calls} calls; none waited without being meant to\n"
 
 
 def kernels(args: argparse.Namespace) -> str:

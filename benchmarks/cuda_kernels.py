@@ -159,9 +159,12 @@ def _check_commit(device: str) -> None:
 
 def _check_children(device: str) -> None:
     import coupled_cases
-    import test_triton_coupled as tests
+    import drawn_cases
+    import test_triton_coupled
+    import test_triton_drawn
 
-    tests.check(coupled_cases.run(device))
+    test_triton_coupled.check(coupled_cases.run(device))
+    test_triton_drawn.check(drawn_cases.run(device))
 
 
 def _check_penalties(device: str) -> None:
