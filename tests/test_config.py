@@ -50,6 +50,12 @@ def test_expansion_gives_the_number_of_nodes():
     assert parse_options({"model": "m", "tree": [2, 2]}).num_speculative_tokens == 6
 
 
+@pytest.mark.parametrize("tree", [{"max_depth": 5, "max_width": 1024}, [1024, 1024, 4]])
+def test_trees_have_no_more_candidates_than_draws_can_be_numbered(tree):
+    with pytest.raises(ValueError, match="at most 4194303 candidates; got"):
+        parse_options({"model": "m", "tree": tree, "num_speculative_tokens": 1024})
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 9, 16, 17, 33])
 def test_default_tree_holds_any_number_of_nodes(num_nodes):
     options = parse_options({"model": "m", "num_speculative_tokens": num_nodes})

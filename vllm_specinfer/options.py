@@ -15,6 +15,8 @@ DEFAULT_MIN_PROBABILITY = 0.05
 DEFAULT_NUM_SPECULATIVE_TOKENS = 8
 # Far beyond what pays: every node is a row of the target's pass.
 MAX_NUM_SPECULATIVE_TOKENS = 1024
+# Draws of a tree are numbered by 32 bits: so many per node.
+MAX_CANDIDATES = 2**32 // MAX_NUM_SPECULATIVE_TOKENS - 1
 
 VERIFICATIONS = ("auto", "mss", "rrs", "coupled", "naive")
 # Those that test the draws of sampled requests against the target.
@@ -68,6 +70,11 @@ class ExpansionTree:
         return sum(self.level_sizes)
 
     @property
+    def num_candidates(self) -> int:
+        """Children of all nodes that are expanded: all there are."""
+        return self.num_nodes
+
+    @property
     def max_depth(self) -> int:
         """Depth of the deepest node; children of the root have depth 1."""
         return len(self.widths)
@@ -111,6 +118,11 @@ class BestFirstTree:
     def num_nodes(self) -> int:
         """Most nodes that fit, the root excluded."""
         return self.max_depth * self.max_width
+
+    @property
+    def num_candidates(self) -> int:
+        """Children of all nodes that are expanded."""
+        return (1 + self.max_width * (self.max_depth - 1)) * self.max_width
 
 
 Tree = ExpansionTree | BestFirstTree

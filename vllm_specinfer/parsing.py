@@ -20,6 +20,7 @@ from vllm_specinfer.scheduling.predictor import read_predictor
 from vllm_specinfer.sources import parse_sources
 from vllm_specinfer.trees import (
     check_limits,
+    check_num_candidates,
     check_num_nodes,
     default_num_nodes,
     default_tree,
@@ -146,6 +147,8 @@ def _parse_budget(
         )
         tree = default_tree(num_nodes)
     check_num_nodes(num_nodes)
+    for each in (tree, *own_trees):
+        check_num_candidates(each)
     ssms = [s for s in sources if isinstance(s, SSMSource)]
     if len(ssms) == len(sources):
         most = sum((s.tree or tree).num_nodes for s in ssms)

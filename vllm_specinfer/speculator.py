@@ -136,9 +136,12 @@ class TreeSpeculator(DraftModelSpeculator):
         requests, sources = self._req_states, self.sources
         texts = Texts(requests.all_token_ids.gpu, requests.total_len.gpu)
         window = 1 + sources.max_depth
-        most_nodes = max((source.most_nodes for source in sources.ssms), default=1)
+        most_nodes = most_rows = 1
+        if sources.ssms:
+            most_nodes = max(source.most_nodes for source in sources.ssms)
+            most_rows = max(window, most_nodes)
         num_reqs = most_requests(
-            self.vllm_config.scheduler_config, most_nodes, max(window, most_nodes)
+            self.vllm_config.scheduler_config, most_nodes, most_rows
         )
         for source in sources.ssms:
             source.capture(texts, window, num_reqs)

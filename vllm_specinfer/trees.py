@@ -10,6 +10,7 @@ from vllm_specinfer.options import (
     DEFAULT_MAX_WIDTH,
     DEFAULT_MIN_PROBABILITY,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
+    MAX_CANDIDATES,
     MAX_NUM_SPECULATIVE_TOKENS,
     BestFirstTree,
     ExpansionTree,
@@ -63,6 +64,15 @@ def check_limits(tree: Tree, num_nodes: int, where: str = "") -> None:
                 f"{where}tree.{name} must be at most num_speculative_tokens "
                 f"({num_nodes}); got {getattr(tree, name)}"
             )
+
+
+def check_num_candidates(tree: Tree) -> None:
+    """Raises ValueError where there are more than draws can be numbered."""
+    if tree.num_candidates > MAX_CANDIDATES:
+        raise ValueError(
+            f"tree must have at most {MAX_CANDIDATES} candidates; got "
+            f"{tree.num_candidates}"
+        )
 
 
 def parse_tree(raw: Any) -> Tree:

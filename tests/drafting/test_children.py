@@ -1,5 +1,7 @@
 """Children are the likeliest tokens, or drawn from the distribution they keep."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from vllm_specinfer.drafting.children import (
 )
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.noise import gumbel_noise
+from vllm_specinfer.options import MAX_CANDIDATES, MAX_NUM_SPECULATIVE_TOKENS
 from vllm_specinfer.tree.proposals import NO_DRAW
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -167,3 +170,10 @@ def test_the_kernel_of_coupled_children_equals_its_definition(seed):
         assert found[some] == pytest.approx(scores[some], abs=1e-4)
         assert np.array_equal(ours[some], chosen[some])
     assert (some.sum(axis=1) == 1).any() and some.all(axis=1).any()
+
+
+def test_no_two_nodes_of_a_tree_share_their_draws():
+    nodes = np.array([ROOT, 0, 256, 65535, 65792, MAX_CANDIDATES - 1])
+    of_tree = replace(rows(len(nodes)), seeds=np.full(len(nodes), 3), nodes=nodes)
+    found = ChildChooser("mss")._uniforms(of_tree, MAX_NUM_SPECULATIVE_TOKENS)
+    assert len(np.unique(found)) == found.size

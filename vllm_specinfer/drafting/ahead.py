@@ -113,7 +113,8 @@ class AheadDrafter:
         )
         self.max_num_reqs, self._vllm_config = max_num_reqs, vllm_config
         sizes = graph_sizes(max_num_reqs)
-        if tests_draws and self._ssms:
+        # Beside lookups only the host knows what all draws were made from.
+        if tests_draws and not self._lookups:
             self.buffers.draws = DrawBuffers(
                 len(self.buffers.tokens),
                 num_nodes,
@@ -245,11 +246,10 @@ class AheadDrafter:
             slots: [R] int64 request slots; several may be padding.
             tree: The trees.
             columns: [R, C] of all sources' candidates in their union.
-            graphs: What the SSMs, which come last, have grown.
+            graphs: What the SSMs have grown.
         """
-        kept = self.buffers.draws
+        kept, first = self.buffers.draws, 0
         kept.clear(slots)
-        first = columns.shape[1] - sum(graph.growth.ends[-1] for graph in graphs)
         for source, graph in enumerate(graphs):
             for level, draws in zip(graph.growth.levels, graph.draws, strict=True):
                 rows = rows_of(level, columns, first, tree)

@@ -185,7 +185,6 @@ class AheadSteps:
         self._names = names
         self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
         self._lessons = lessons
-        self._tests_draws = tests_draws
         self._clock = DeviceClock(num_computed.device, lessons)
         # [2, S] how many requests have come to each slot and gone.
         self._changes = np.zeros((2, len(num_computed)), np.int64)

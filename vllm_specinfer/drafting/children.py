@@ -21,13 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specinfer.noise import DRAFT_NOISE_SALT, gumbel_noise, uniform
+from vllm_specinfer.options import MAX_NUM_SPECULATIVE_TOKENS
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 
 NUM_CANDIDATES = 128
 
 # A first guess of how often a test accepts: this where q is flat, 1 where q is sure.
 FLAT_ACCEPTANCE = 0.4
-MAX_CHILDREN = 1 << 16  # counters of a tree lie this far apart, node by node
+# Counters of a tree lie this far apart, node by node.
+MAX_CHILDREN = MAX_NUM_SPECULATIVE_TOKENS
 _SEED_STEP = 0x9E3779B97F4A7C15  # seeds of the sources of one engine lie this far apart
 
 # What `coupled_children` is.

@@ -116,8 +116,8 @@ class NeuralSource:
     def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:
         """Catch up with the whole batch, begin to grow the trees of R requests.
 
-        Trees in graphs grow on the device while the host does something else; tests of
-        draws and the predictor need the host in between.
+        Trees in graphs grow on the device while the host does something else; what
+        draws that are tested were made from, and the predictor, are the host's.
 
         Args:
             step: The step.
@@ -128,9 +128,9 @@ class NeuralSource:
         """
         hidden = self.ssm.catch_up(step)
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
-        draws = self.draws(step.roots.temperatures)
+        tested = step.tests_draws and step.roots.temperatures.any()
         fits = self.on_device and 0 < len(slots) <= self.on_device.max_num_reqs
-        if not fits or self.predictor or draws:
+        if not fits or self.predictor or tested:
             proposal = self._grown(hidden, step, least)
             return lambda: proposal
         found = self.on_device.grow(
@@ -159,10 +159,6 @@ class NeuralSource:
             self.calibration.line,
             self._budget.worth(),
         )
-
-    def draws(self, temperatures: np.ndarray) -> bool:
-        """Whether children of these requests are drawn, and tests want to know how."""
-        return self.chooser.draws and bool(temperatures.any())
 
     def _grown(
         self, hidden: torch.Tensor, step: DraftStep, least: np.ndarray

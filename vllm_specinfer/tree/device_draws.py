@@ -17,6 +17,8 @@ from vllm_specinfer.tree.on_device import DeviceTree
 from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW
 from vllm_specinfer.tree.token_tree import ROOT
 
+FLOAT64_BYTES = 8
+
 
 class RowDraws(NamedTuple):
     """Draws of children, one row for each node.
@@ -113,15 +115,23 @@ class DrawBuffers:
         is_draw = places != NO_DRAW
         has_draws = is_draw.any(dim=2, keepdim=True)
         tokens = torch.where(has_draws, tokens, NO_CANDIDATE)
-        qs = []
+        qs = q.new_empty(*places.shape, q.shape[2])
         for k in range(places.shape[2]):
-            qs.append(q * is_draw[:, :, k, None])
+            qs[:, :, k] = q * is_draw[:, :, k, None]
             if not self._replaces:
                 place = places[:, :, k, None].clamp_min(0)
                 q = torch.where(is_draw[:, :, k, None], q.scatter(2, place, 0), q)
                 total = q.sum(dim=2, keepdim=True)
                 q = q / torch.where(total > 0, total, 1)
-        return _joined(places, tokens, torch.stack(qs, dim=2))
+        return _joined(places, tokens, qs)
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What `of` needs for each row, at most."""
+        *_, num_sources, num_candidates = self._kept.q.shape
+        num_draws = self._kept.places.shape[3]
+        # All draws over all sources' candidates, and two copies in other orders.
+        return 3 * num_sources**2 * num_draws * num_candidates * FLOAT64_BYTES
 
 
 def rows_of(

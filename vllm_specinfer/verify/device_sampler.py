@@ -93,6 +93,8 @@ class DeviceTreeSampler(TreeSampler):
             most //= 1 + plan.max_depth  # rows of a chain
         if self._tests is not None:
             most //= 4  # their tests count in float64
+        if isinstance(plan, DevicePlan) and plan.buffers.draws is not None:
+            most = min(most, MAX_CHUNK_BYTES // plan.buffers.draws.bytes_per_row)
         most = max(1, most)
         chunks = [slice(i, i + most) for i in range(0, len(requests), most)]
         outputs = [
