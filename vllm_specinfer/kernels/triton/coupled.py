@@ -14,12 +14,15 @@ from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform3
 
 
 @triton.jit
-def sampling_distribution(logprob, m, inside, temperature, top_k, top_p, min_p):
+def sampling_distribution(
+    logprob, m, inside, temperature, r, top_k_ptr, top_p_ptr, min_p_ptr
+):
     """[M] float64 the SSM's distribution under a request's parameters."""
+    top_p = tl.load(top_p_ptr + r)
     most_before = tl.where(top_p < 1, top_p, 2.0)
     q = tl.exp((logprob - tl.max(logprob, 0)).to(tl.float64) / temperature)
-    q = tl.where(q < min_p, 0.0, q)
-    q = tl.where(inside & (m < top_k), q, 0.0)
+    q = tl.where(q < tl.load(min_p_ptr + r), 0.0, q)
+    q = tl.where(inside & (m < tl.load(top_k_ptr + r)), q, 0.0)
     q = q / tl.sum(q, 0)
     before = tl.cumsum(q, 0) - q
     q = tl.where(before < most_before, q, 0.0)
@@ -58,13 +61,7 @@ def _coupled_children_kernel(
     total = tl.zeros([1], tl.float64)
     if temperature > 0:
         q = sampling_distribution(
-            logprob,
-            m,
-            inside,
-            temperature,
-            tl.load(top_k_ptr + r),
-            tl.load(top_p_ptr + r),
-            tl.load(min_p_ptr + r),
+            logprob, m, inside, temperature, r, top_k_ptr, top_p_ptr, min_p_ptr
         )
         position = tl.load(positions_ptr + r) + depth
         u = murmur3_uniform32(tl.load(seeds_ptr + r), position, token)

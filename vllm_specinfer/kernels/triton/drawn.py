@@ -54,13 +54,7 @@ def _drawn_children_kernel(
     temperature = tl.load(temperatures_ptr + r)
     if temperature > 0:
         q = sampling_distribution(
-            logprob,
-            m,
-            inside,
-            temperature,
-            tl.load(top_k_ptr + r),
-            tl.load(top_p_ptr + r),
-            tl.load(min_p_ptr + r),
+            logprob, m, inside, temperature, r, top_k_ptr, top_p_ptr, min_p_ptr
         )
         tl.store(q_ptr + of_m, q, mask=inside)
         seed = tl.load(seeds_ptr + r)
