@@ -8,6 +8,7 @@ import sys
 import interpreter
 import numpy as np
 import torch
+from verification_cases import tensors
 
 SEEDS = range(16)
 VOCAB = 300
@@ -44,11 +45,8 @@ def run(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
 
     found = []
     for seed in SEEDS:
-        values = {
-            name: torch.tensor(v, device=device) if isinstance(v, np.ndarray) else v
-            for name, v in case(seed).items()
-        }
-        found.append(tuple(t.cpu() for t in coupled_children(**values)))
+        chosen = coupled_children(**tensors(case(seed), device))
+        found.append(tuple(t.cpu() for t in chosen))
     return found
 
 

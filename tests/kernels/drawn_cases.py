@@ -9,6 +9,7 @@ import coupled_cases
 import interpreter
 import numpy as np
 import torch
+from verification_cases import tensors
 
 SEEDS = coupled_cases.SEEDS
 
@@ -32,11 +33,7 @@ def run(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
 
     found = []
     for seed in SEEDS:
-        values = {
-            name: torch.tensor(v, device=device) if isinstance(v, np.ndarray) else v
-            for name, v in case(seed).items()
-        }
-        scores, children, draws = drawn_children(**values)
+        scores, children, draws = drawn_children(**tensors(case(seed), device))
         found.append(tuple(t.cpu() for t in (scores, children, draws.places, draws.q)))
     return found
 

@@ -6,10 +6,9 @@ yet run on a GPU.
 Dimension legend: R requests, N nodes of a tree.
 """
 
-import numpy as np
 import torch
 
-from vllm_specinfer.device import StagedBuffers
+from vllm_specinfer.drafting.device_lookup import DeviceLookup
 from vllm_specinfer.drafting.text_copies import TextCopies
 from vllm_specinfer.kernels.triton.matches import earliest_matches
 from vllm_specinfer.options import NgramSource
@@ -17,7 +16,7 @@ from vllm_specinfer.tree.on_device import DeviceCandidates
 from vllm_specinfer.tree.token_tree import ROOT
 
 
-class DeviceNgrams:
+class DeviceNgrams(DeviceLookup):
     """Nothing but the texts is kept between steps.
 
     Attributes:
@@ -32,22 +31,10 @@ class DeviceNgrams:
             source: The shortest and the longest match.
             num_nodes: Most tokens to propose (N).
         """
-        self._copies, self._source = copies, source
-        device = copies.tokens.device
-        self._steps = torch.arange(num_nodes, device=device)
-        self._correction = StagedBuffers(device, np.zeros(2, np.float32))
+        super().__init__(copies)
+        self._source = source
+        self._steps = torch.arange(num_nodes, device=copies.tokens.device)
         self.ends = list(range(1, num_nodes + 1))
-
-    def start(self, slot: int) -> None:
-        """A request starts in a slot."""
-        self._copies.start(slot)
-
-    def forget(self) -> None:
-        """There are no past texts."""
-
-    def fill(self, correction: tuple[float, float]) -> None:
-        """As `DeviceSuffixes.fill`."""
-        self._correction.fill(np.array(correction, np.float32))
 
     def find(self, slots: torch.Tensor, grows: torch.Tensor) -> DeviceCandidates:
         """As `DeviceSuffixes.find`; a chain per request."""
@@ -62,12 +49,10 @@ class DeviceNgrams:
         chain = tokens[slots[:, None], torch.where(there, after, 0)]
         # `chance_after`.
         chance = 1 - 1 / (matched[:, None] + self._steps).clamp_min(2).double()
-        (correction,) = self._correction.tensors
-        scores = (chance.log() * correction[0] - correction[1]).cumsum(dim=-1).float()
         parents = torch.where(self._steps > 0, self._steps - 1, ROOT)
         return DeviceCandidates(
             chain.long(),
             parents.expand_as(after).contiguous(),
-            torch.where(there, scores, -torch.inf),
+            torch.where(there, self._scores(chance), -torch.inf),
             self.ends,
         )

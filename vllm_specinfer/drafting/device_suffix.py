@@ -9,10 +9,9 @@ of a tree, G tokens per generation of past texts.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from vllm_specinfer.device import StagedBuffers
+from vllm_specinfer.drafting.device_lookup import DeviceLookup
 from vllm_specinfer.drafting.suffix import (
     MAX_MATCH,
     MAX_PLACES,
@@ -43,7 +42,7 @@ class Matches(NamedTuple):
     there: torch.Tensor
 
 
-class DeviceSuffixes:
+class DeviceSuffixes(DeviceLookup):
     """The texts of running requests are vLLM's; the past ones are kept here.
 
     Attributes:
@@ -60,7 +59,8 @@ class DeviceSuffixes:
             num_nodes: Most nodes of a tree (N).
             generation_size: Tokens of past texts, twice (G).
         """
-        self._copies, self._num_nodes = copies, num_nodes
+        super().__init__(copies)
+        self._num_nodes = num_nodes
         device = copies.tokens.device
         # The newer and the older generation; the last column is for padding.
         shape = 2, generation_size + 1
@@ -69,7 +69,6 @@ class DeviceSuffixes:
         self._steps = torch.arange(num_nodes, device=device)
         self._back = torch.arange(1, MAX_MATCH + 1, device=device)
         self._places = torch.arange(MAX_PLACES, device=device)
-        self._correction = StagedBuffers(device, np.zeros(2, np.float32))
         self.ends = [MAX_PLACES * (1 + depth) for depth in range(num_nodes)]
         # A text and its end.
         width = min(copies.tokens.shape[1] + 1, generation_size)
@@ -82,7 +81,7 @@ class DeviceSuffixes:
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request; the new one's is not there yet."""
-        self._copies.start(slot)
+        super().start(slot)
         past, filled = self._past, self._filled
         size, width = past.shape[1] - 1, len(self._columns)
         texts = self._copies.texts
@@ -99,10 +98,6 @@ class DeviceSuffixes:
         places = torch.where(self._columns < kept, filled[0] + self._columns, size)
         past[0].scatter_(0, places, tokens.to(past.dtype))
         filled[0] += kept
-
-    def fill(self, correction: tuple[float, float]) -> None:
-        """Say how chances are corrected next: `Calibration.line`."""
-        self._correction.fill(np.array(correction, np.float32))
 
     def find(self, slots: torch.Tensor, grows: torch.Tensor) -> DeviceCandidates:
         """What may follow the texts of R requests.
@@ -212,8 +207,7 @@ class DeviceSuffixes:
         parents = torch.where(
             self._steps > 0, first.roll(1, -1) + (self._steps - 1) * MAX_PLACES, ROOT
         )
-        (correction,) = self._correction.tensors
-        scores = (chance.log() * correction[0] - correction[1]).cumsum(dim=-1).float()
+        scores = self._scores(chance)
 
         def by_level(part: torch.Tensor) -> torch.Tensor:
             return part.transpose(1, 2).flatten(1)
