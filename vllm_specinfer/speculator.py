@@ -242,7 +242,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
         """The request in this slot gets blocks, of each KV cache group."""
         for source in self.sources.ssms:
-            source.ssm.add_blocks(slot, block_ids)
+            source.ssm.kv.add_blocks(slot, block_ids)
 
     def _start_request(self, slot: int, request: NewRequestData) -> None:
         self._started = True

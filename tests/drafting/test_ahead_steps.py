@@ -68,7 +68,7 @@ class Ssm:
     lookahead, reads_states = 0, False
 
     def __init__(self):
-        self.ssm = self.on_device = self.levels = self
+        self.ssm = self.kv = self.on_device = self.levels = self
         self.behind, self.read, self.grown, self.caught_up = [], [], [], []
 
     def fall_behind(self, slots):

@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
-from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -76,14 +75,6 @@ def test_the_budget_hears_what_the_ssms_have_not_read_and_what_lookups_found():
     (*first, known), second = told
     assert first == [1, 5] and second == (1, 5, None)
     assert np.exp(known) == pytest.approx(np.array([[0.1, 0.01]]))
-
-
-@pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 0 + 2), (1, 6 + 0 + 1)])
-def test_what_an_ssm_has_not_read(lookahead, unread):
-    ssm = NeuralSSM.__new__(NeuralSSM)
-    ssm.lookahead, ssm._num_caught_up = lookahead, np.array([3, 9, 5, 8])
-    step = SimpleNamespace(slots=np.array([0, 3, 2]), num_tokens=np.array([10, 8, 7]))
-    assert ssm.num_unread(step) == unread
 
 
 def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():

@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.draft_kv import DraftKV
 from vllm_specinfer.drafting.graphs import PassRows
 from vllm_specinfer.drafting.ssm import NeuralSSM
-from vllm_specinfer.drafting.written import WrittenBlocks
 
 SLOTS, SIZE, MOST_BLOCKS, WINDOW = 2, 2, 40, 5
 MAX_LEN = SIZE * MOST_BLOCKS
 VOCAB = 3
+
+
+def block_tables(num_slots):
+    gpu = torch.zeros(num_slots, MOST_BLOCKS, dtype=torch.int32)
+    return SimpleNamespace(
+        block_tables=[SimpleNamespace(gpu=gpu)],
+        num_blocks=SimpleNamespace(np=np.zeros((1, num_slots), np.int32)),
+        block_sizes=[SIZE],
+    )
 
 
 class Engine:
@@ -28,21 +36,12 @@ class Engine:
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
-        counts = np.zeros((1, SLOTS), np.int32)
-        gpu = torch.zeros(SLOTS, MOST_BLOCKS, dtype=torch.int32)
-        tables = SimpleNamespace(
-            block_tables=[SimpleNamespace(gpu=gpu)],
-            num_blocks=SimpleNamespace(np=counts),
-        )
+        tables = block_tables(SLOTS)
         ssm = self.ssm = NeuralSSM.__new__(NeuralSSM)
         ssm.device, ssm.max_model_len = torch.device("cpu"), MAX_LEN
-        ssm._group_id, ssm._block_size = 0, SIZE
-        ssm._blocks = HostBlocks(tables, 0)
-        ssm._written = WrittenBlocks(SLOTS * MOST_BLOCKS, SIZE, SLOTS)
-        ssm._num_caught_up = np.zeros(SLOTS, np.int64)
-        ssm._follows = np.zeros(SLOTS, bool)
+        ssm.kv = DraftKV(tables, 0, SLOTS * MOST_BLOCKS, MAX_LEN, ssm.lookahead)
         ssm._run_rows, ssm._last = self._run_rows, lambda *_: None
-        self.counts = counts
+        self.counts = tables.num_blocks.np
         # By KV slot: the text whose last token's K/V is there.
         self.memory = np.full(SLOTS * MAX_LEN, None, object)
         self.texts = [[] for _ in range(SLOTS)]
@@ -51,7 +50,7 @@ class Engine:
         self.num_followed = self.num_cached = 0
 
     def _run_rows(self, rows, states):
-        self.ssm._overwrite(rows.kv_slots)
+        self.ssm.kv.overwrite(rows.kv_slots)
         owners = np.repeat(rows.slots, np.diff(rows.starts))
         for slot, position, kv_slot, token in zip(
             owners, rows.positions, rows.kv_slots, rows.tokens, strict=True
@@ -61,7 +60,7 @@ class Engine:
             self.memory[kv_slot] = text
 
     def kv_slot(self, slot, position):
-        block = self.ssm._blocks.table[slot, position // SIZE]
+        block = self.ssm.kv.blocks.table[slot, position // SIZE]
         return block * SIZE + position % SIZE
 
     def tokens(self):
@@ -84,7 +83,7 @@ class Engine:
         new = old[: min(same, MAX_LEN // 2 - 1)]
         new += self.next_tokens(len(new), int(self.rng.integers(1, 30)))
         cached = min(same, len(new) - 1, len(old)) // SIZE * SIZE
-        blocks = self.ssm._blocks.table[slot].tolist()[: cached // SIZE]
+        blocks = self.ssm.kv.blocks.table[slot].tolist()[: cached // SIZE]
         own = range(slot * MOST_BLOCKS, (slot + 1) * MOST_BLOCKS)
         free = [block for block in own if block not in blocks]
         blocks += (
@@ -97,7 +96,7 @@ class Engine:
             block_ids=[blocks], num_computed_tokens=cached, prefill_token_ids=new
         )
         self.ssm.start(slot, request)
-        self.num_cached += self.ssm.num_read(np.array([slot]))[0]
+        self.num_cached += self.ssm.kv.num_read(np.array([slot]))[0]
 
     def step(self, most):
         """Tokens come; the SSM follows them where it may, reads or sits out."""
@@ -114,8 +113,8 @@ class Engine:
         if self.rng.random() < 0.15:
             self.mode = self.rng.choice(["follow", "sit out", "read"])
         if self.mode == "sit out":
-            self.ssm.fall_behind(slots)
-        elif self.mode == "follow" and self.ssm.follows(slots, WINDOW):
+            self.ssm.kv.fall_behind(slots)
+        elif self.mode == "follow" and self.ssm.kv.follows(slots, WINDOW):
             self.follow(slots, before)
         else:
             self.hear(0)
@@ -131,7 +130,7 @@ class Engine:
     def follow(self, slots, before):
         """What the device does: the last step's tokens, then scratch behind them."""
         self.num_followed += 1
-        self.ssm.overwrite_unknown(slots)
+        self.ssm.kv.overwrite_unknown(slots)
         for slot, first in zip(slots.tolist(), before, strict=True):
             text = self.texts[slot]
             for position in range(first, len(text)):
@@ -146,7 +145,7 @@ class Engine:
         """The host hears of all follows but so many."""
         while len(self.unheard) > left:
             slot, length = self.unheard.pop(0)
-            self.ssm.has_read(slot, length, self.tokens()[slot])
+            self.ssm.kv.has_read(slot, length, self.tokens()[slot])
 
     def is_read(self, slot, num_rows):
         text = self.texts[slot]
@@ -167,7 +166,7 @@ def test_what_counts_as_read_is_there(seed):
         engine.step(WINDOW)
         engine.hear(2)
         for slot in range(SLOTS):
-            num_read = engine.ssm.num_read(np.array([slot]))[0]
+            num_read = engine.ssm.kv.num_read(np.array([slot]))[0]
             assert num_read <= len(engine.texts[slot])
             assert engine.is_read(slot, num_read)
     assert engine.num_followed > 20
@@ -193,8 +192,8 @@ def test_a_block_whose_last_token_is_run_again_stays_known():
     text = [1, 2, 0, 1] * 2
     read_all(engine, text)
     read_all(engine, text)
-    blocks = engine.ssm._blocks.table[0].tolist()
-    assert engine.ssm._written.start(1, blocks, text) == len(text)
+    blocks = engine.ssm.kv.blocks.table[0].tolist()
+    assert engine.ssm.kv._written.start(1, blocks, text) == len(text)
 
 
 def test_what_a_block_held_before_is_forgotten_where_scratch_may_be():
@@ -203,19 +202,26 @@ def test_what_a_block_held_before_is_forgotten_where_scratch_may_be():
     text = [1, 2, 0, 1, 2, 0, 1, 2]
     read_all(engine, text)
     # As if the request had begun anew, with two blocks less.
-    engine.ssm._num_caught_up[0] = 4
+    engine.ssm.kv.read_again(np.array([0]), np.array([4]))
     read_all(engine, text[:6])
     engine.texts[0] = text[:7]
     engine.follow(np.array([0]), [6])
-    blocks = engine.ssm._blocks.table[0].tolist()
-    assert engine.ssm._written.start(1, blocks, text) == 6
+    blocks = engine.ssm.kv.blocks.table[0].tolist()
+    assert engine.ssm.kv._written.start(1, blocks, text) == 6
+
+
+@pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 2), (1, 6 + 1)])
+def test_what_an_ssm_has_not_read(lookahead, unread):
+    kv = DraftKV(block_tables(4), 0, 4 * MOST_BLOCKS, MAX_LEN, lookahead)
+    kv.read_again(np.arange(4), np.array([3, 9, 5, 8]))
+    assert kv.num_unread(np.array([0, 3, 2]), np.array([10, 8, 7])) == unread
 
 
 def test_no_pass_has_more_rows_than_the_model_was_compiled_for():
     """vLLM compiles for at most max_num_batched_tokens (piecewise_backend.py)."""
     ssm = NeuralSSM.__new__(NeuralSSM)
     ssm._scheduler_config = SimpleNamespace(max_num_batched_tokens=4)
-    ssm.num_rows, ssm._overwrite = 0, lambda kv_slots: None
+    ssm.num_rows, ssm.kv = 0, SimpleNamespace(overwrite=lambda kv_slots: None)
     found = torch.zeros(4, 1), torch.zeros(4, 1)
 
     def run_piece(rows, states):

@@ -275,7 +275,7 @@ class AheadSteps:
             self._lessons.add(lambda: self._learn(trees, changes, decided.asks))
         if not decided.asks:
             for source in self._sources.ssms:
-                source.ssm.fall_behind(batch.idx_mapping_np)
+                source.ssm.kv.fall_behind(batch.idx_mapping_np)
         self.sizes = {}
         if num_nodes:
             self.sizes = dict.fromkeys(roles.req_ids, num_nodes)
@@ -304,7 +304,7 @@ class AheadSteps:
             slots, unread = batch.idx_mapping_np, 0
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
         ssms = [source.ssm for source in self._sources.ssms]
-        unread += sum(int((known - ssm.num_read(slots)).sum()) for ssm in ssms)
+        unread += sum(int((known - ssm.kv.num_read(slots)).sum()) for ssm in ssms)
         asks = bool(ssms) and self._budget.drafts(num_reqs, unread)
         return Decision(grows=True, asks=asks)
 
@@ -410,7 +410,7 @@ class AheadSteps:
             source.on_device.levels.observe(grown)
             for i in alive:
                 slot = int(slots[i])
-                source.ssm.has_read(slot, int(found.lengths[i]), tokens[slot])
+                source.ssm.kv.has_read(slot, int(found.lengths[i]), tokens[slot])
         for slot, parents, given in zip(
             slots.tolist(), found.parents.copy(), found.given.copy(), strict=True
         ):

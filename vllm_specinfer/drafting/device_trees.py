@@ -167,7 +167,7 @@ class DeviceTrees:
         graphs.start_at(hidden)
         num_levels = self._run(graphs, worth, len(slots))
         num_rows = graphs.num_rows(num_levels)
-        self._ssm.overwrite_scratch(slots, num_tokens, num_rows)
+        self._ssm.kv.overwrite_scratch(slots, num_tokens, num_rows)
         wait = graphs.candidates(len(slots), num_levels)
 
         def found() -> Candidates:
@@ -179,11 +179,11 @@ class DeviceTrees:
 
     def follows(self, slots: np.ndarray) -> bool:
         """`follow` may be asked for these requests."""
-        return self._ssm.follows(slots, self._window)
+        return self._ssm.kv.follows(slots, self._window)
 
     def may_follow(self, num_tokens: np.ndarray) -> bool:
-        """As `NeuralSSM.may_follow`."""
-        return self._ssm.may_follow(num_tokens, self._window)
+        """As `DraftKV.may_follow`."""
+        return self._ssm.kv.may_follow(num_tokens, self._window)
 
     def follow(
         self,
@@ -211,7 +211,7 @@ class DeviceTrees:
         """
         graphs = self.of(len(slots), roots.temperatures.any())
         graphs.fill(self._inputs(slots, roots, correction))
-        self._ssm.overwrite_unknown(slots)
+        self._ssm.kv.overwrite_unknown(slots)
         graphs.catch_up(num_new, states)
         self._ssm.num_rows += graphs.num_reqs * self._window
         return self._run(graphs, worth, len(slots))
@@ -225,7 +225,7 @@ class DeviceTrees:
         return TreeInputs(
             slots=slots,
             grows=np.ones(len(slots), bool),
-            limits=self._ssm.limits(slots),
+            limits=self._ssm.kv.limits(slots),
             seeds=seeds,
             temperatures=roots.temperatures,
             top_k=roots.top_k,
@@ -355,7 +355,7 @@ class TreeGraphs:
         back = num_rows - self._window
         positions = (end - back).clamp_min(0)
         new = inputs.grows[:, None] & (back <= self._num_new[:, None])
-        kv_slots = ssm.kv_slots_on_device(inputs.slots, positions)
+        kv_slots = ssm.kv.kv_slots_on_device(inputs.slots, positions)
         rows.slots.copy_(inputs.slots)
         rows.seq_lens.copy_(end[:, 0].clamp_min(num_rows))
         rows.tokens.copy_(
@@ -386,7 +386,7 @@ class TreeGraphs:
     def _paged(self) -> Paged:
         inputs, ssm = self.inputs, self._ssm
         return Paged(
-            *ssm.paging,
+            *ssm.kv.paging,
             inputs.slots,
             inputs.limits,
             self._context,

@@ -97,7 +97,7 @@ class NeuralSource:
 
     def num_unread(self, step: DraftStep) -> int:
         """Known tokens of the batch that the SSM has not read yet."""
-        return self.ssm.num_unread(step)
+        return self.ssm.kv.num_unread(step.slots, step.num_tokens)
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -168,7 +168,7 @@ class NeuralSource:
         growth = grow(
             self.tree,
             self.num_nodes,
-            capacity=self.ssm.capacity(slots, num_tokens),
+            capacity=self.ssm.kv.capacity(slots, num_tokens),
             max_depth=self.ssm.max_model_len - num_tokens,
             least=least,
             worth=self._budget.worth(),

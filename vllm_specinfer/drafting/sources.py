@@ -154,7 +154,7 @@ class SourceSet:
     def lose_kv(self) -> None:
         """The KV cache has lost what was in it."""
         for source in self.ssms:
-            source.ssm.lose_kv()
+            source.ssm.kv.forget()
 
     def propose(
         self,

@@ -2,10 +2,6 @@
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, F rows
 of one pass, M likeliest tokens of a row, W 64-bit words per bit row.
-
-The SSM's layers live in the target's block table. Its K/V of a request is valid for the
-first `_num_caught_up` rows; a growing tree uses the slots after the last row as
-scratch, which the next catch-up pass overwrites.
 """
 
 import functools
@@ -18,7 +14,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import init_attn_backend
@@ -27,7 +22,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import StagedBuffers, is_host, read, stage
-from vllm_specinfer.drafting.blocks import BlockIds, HostBlocks
+from vllm_specinfer.drafting.draft_kv import DraftKV
 from vllm_specinfer.drafting.graphs import (
     Captured,
     GraphShape,
@@ -41,15 +36,17 @@ from vllm_specinfer.drafting.graphs import (
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import MOST_ROWS, DraftHead
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.written import WrittenBlocks
 
 
 class NeuralSSM:
-    """One SSM with its attention layers and K/V book-keeping.
+    """One SSM with its attention layers.
 
-    Row r of a request reads token r + `lookahead`; its K/V is in slot r.
+    Attributes:
+        kv: What it has read, once it is bound.
     """
 
+    kv: DraftKV
+    # Row r of a request reads token r + lookahead.
     lookahead = 0
     # Rows read states of the target beside their tokens.
     reads_states = False
@@ -78,10 +75,7 @@ class NeuralSSM:
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
         self._scheduler_config = vllm_config.scheduler_config
-        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._graphs: PassGraphs | None = None
-        self._num_caught_up = np.zeros(self.max_num_reqs, np.int64)
-        self._follows = np.zeros(self.max_num_reqs, bool)
 
     def bind(
         self,
@@ -114,42 +108,15 @@ class NeuralSSM:
                 f"{len(used)} groups"
             )
         self._groups = attn_groups[used[0]]
-        self._group_id = used[0]
-        self._blocks = HostBlocks(block_tables, used[0])
-        self._block_size = block_tables.block_sizes[used[0]]
-        self._written = WrittenBlocks(
-            kv_cache_config.num_blocks,
-            self._block_size,
-            self.max_num_reqs,
+        self.kv = DraftKV(
+            *(block_tables, used[0], kv_cache_config.num_blocks),
+            *(self.max_model_len, self.lookahead),
         )
         return attn_groups
 
-    def lose_kv(self) -> None:
-        """The KV cache has lost what was in it; no request runs."""
-        self._written.forget()
-
     def start(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
-        self._follows[slot] = False
-        self._blocks.start(slot, request.block_ids)
-        first, last = self.lookahead, request.num_computed_tokens + self.lookahead
-        cached = request.prefill_token_ids[first:last]
-        self._num_caught_up[slot] = self._written.start(
-            slot, request.block_ids[self._group_id], cached
-        )
-
-    def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
-        """The slot's request gets blocks in the step that comes."""
-        self._blocks.append(slot, block_ids)
-
-    def limits(self, slots: np.ndarray) -> np.ndarray:
-        """[R] rows that the request owns K/V slots for."""
-        held = self._blocks.held(slots) * self._block_size
-        return np.minimum(held, self.max_model_len)
-
-    def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """[R] scratch slots after the last row that the request owns."""
-        return self.limits(slots) - num_tokens + self.lookahead
+        """A request starts in a slot."""
+        self.kv.start(slot, request)
 
     def dummy_forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
         """One pass without attention, for memory profiling and compilation."""
@@ -159,46 +126,9 @@ class NeuralSSM:
         rows = 1 if is_host(self.device) else MOST_ROWS
         self._head.likeliest(hidden[:rows], 1)
 
-    def num_unread(self, step: DraftStep) -> int:
-        """Known tokens of the batch that no pass has read yet."""
-        num_rows = step.num_tokens - self.lookahead
-        return int(np.maximum(num_rows - self._num_caught_up[step.slots], 0).sum())
-
     def skip(self, step: DraftStep) -> None:
         """The SSM is not asked in this step."""
-        self.fall_behind(step.slots)
-
-    def fall_behind(self, slots: np.ndarray) -> None:
-        """These requests go on without the SSM."""
-        self._follows[slots] = False
-
-    def follows(self, slots: np.ndarray, window: int) -> bool:
-        """All of these requests that the SSM has not read is what their last step
-        brought, and they have so many tokens besides."""
-        known = self._num_caught_up[slots] >= window
-        return bool((self._follows[slots] & known).all())
-
-    def may_follow(self, num_tokens: np.ndarray, window: int) -> bool:
-        """`follows` is true of requests [R] once so many of their tokens are read."""
-        return bool((num_tokens - self.lookahead >= window).all())
-
-    def num_read(self, slots: np.ndarray) -> np.ndarray:
-        """[R] rows of these requests whose K/V is known to be there."""
-        return self._num_caught_up[slots]
-
-    def has_read(self, slot: int, num_tokens: int, tokens: np.ndarray) -> None:
-        """The K/V of a request's text, of so many tokens, has been written.
-
-        Args:
-            slot: Its slot.
-            num_tokens: How many.
-            tokens: [max_model_len] int32, its text first.
-        """
-        first, num_rows = self._num_caught_up[slot], num_tokens - self.lookahead
-        self._num_caught_up[slot] = num_rows
-        if first // self._block_size < num_rows // self._block_size:
-            known = tokens[self.lookahead : num_tokens]
-            self._written.complete(slot, self._blocks.table[slot], known)
+        self.kv.fall_behind(step.slots)
 
     def catch_up(self, step: DraftStep) -> torch.Tensor:
         """Run every token the SSM has not seen, ragged over the batch.
@@ -208,11 +138,11 @@ class NeuralSSM:
         """
         slots, growing = step.slots, step.growing
         num_rows = step.num_tokens - self.lookahead
-        first = self._num_caught_up[slots]
+        first = self.kv.num_read(slots)
         # Whoever wants a hidden state runs at least its last token.
         first[growing] = np.minimum(first[growing], num_rows[growing] - 1)
         counts = np.maximum(num_rows - first, 0)
-        self._follows[slots] = True
+        self.kv.keep_up(slots)
         part = np.flatnonzero(counts)
         if not len(part):
             return torch.empty(0, 0)
@@ -227,12 +157,12 @@ class NeuralSSM:
             seq_lens=num_rows[part].astype(np.int32),
             tokens=step.all_token_ids[row_slots, positions + self.lookahead],
             positions=positions,
-            kv_slots=self._kv_slots(row_slots, positions),
+            kv_slots=self.kv.kv_slots(row_slots, positions),
         )
         hidden = self._run_rows(rows, self._states(slots, counts))
-        self._num_caught_up[slots] = first  # again a block's last token, perhaps
+        self.kv.read_again(slots, first)  # a block's last token, perhaps
         for slot, num_tokens in zip(slots.tolist(), step.num_tokens[part], strict=True):
-            self.has_read(slot, int(num_tokens), step.all_token_ids[slot])
+            self.kv.has_read(slot, int(num_tokens), step.all_token_ids[slot])
         last = (starts[1:] - 1)[np.searchsorted(part, growing)]
         return self._last(hidden, stage(self.device, last)[0])
 
@@ -265,7 +195,7 @@ class NeuralSSM:
             tokens=frontier.tokens.astype(np.int32),
             # A node's position id is its depth, not its scratch slot.
             positions=num_rows[requests] - 1 + frontier.depth,
-            kv_slots=self._kv_slots(slots[requests], flat),
+            kv_slots=self.kv.kv_slots(slots[requests], flat),
             is_tree=np.ones(len(slots), bool),
             context_lens=num_rows.astype(np.int32),
             ancestor_bits=frontier.ancestor_bits,
@@ -283,50 +213,6 @@ class NeuralSSM:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`likeliest` for which nobody waits."""
         return self._head.likeliest(hidden, count)
-
-    @property
-    def paging(self) -> tuple[torch.Tensor, int]:
-        """[S, max_blocks] int32 blocks of all slots on the device, and their size."""
-        return self._blocks.on_device, self._block_size
-
-    def kv_slots_on_device(
-        self, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, F] KV cache slots of flat positions [R, F] that the request owns.
-
-        Where it owns none, any slot.
-        """
-        size, table = self._block_size, self._blocks.on_device
-        blocks = (positions // size).clamp_max(table.shape[1] - 1)
-        return table[slots[:, None], blocks].long() * size + positions % size
-
-    def overwrite_scratch(
-        self, slots: np.ndarray, num_tokens: np.ndarray, count: int
-    ) -> None:
-        """So many scratch slots of requests [R] may be written to."""
-        first = np.repeat(num_tokens - self.lookahead, count)
-        positions = first + np.tile(np.arange(count), len(slots))
-        self._overwrite(self._kv_slots(np.repeat(slots, count), positions))
-
-    def overwrite_unknown(self, slots: np.ndarray) -> None:
-        """All slots of requests [R] may be written to but those known to be read."""
-        size = self._block_size
-        first, held = self._num_caught_up[slots] // size, self._blocks.held(slots)
-        for slot, begin, end in zip(slots.tolist(), first, held, strict=True):
-            self._overwrite(self._blocks.table[slot, begin:end].astype(np.int64) * size)
-
-    def _kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """KV cache slots of flat positions; PAD where the request owns none."""
-        size = self._block_size
-        held = self._blocks.held(slots) * size
-        inside = positions < np.minimum(held, self.max_model_len)
-        safe = np.where(inside, positions, 0)
-        blocks = self._blocks.table[slots, safe // size]
-        kv_slots = blocks.astype(np.int64) * size + safe % size
-        return np.where(inside, kv_slots, PAD_SLOT_ID)
-
-    def _overwrite(self, kv_slots: np.ndarray) -> None:
-        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
 
     def capture(self, most: GraphShape) -> None:
         """Capture graphs of the passes that decoding needs, on CUDA.
@@ -357,7 +243,7 @@ class NeuralSSM:
             rows: What it runs to begin with.
         """
         inputs = StagedBuffers(self.device, *rows)
-        tensors, table = PassRows(*inputs.tensors), self._blocks.rows(rows.slots)
+        tensors, table = PassRows(*inputs.tensors), self.kv.blocks.rows(rows.slots)
         states = self.no_states(shape.num_rows)
         # What the kernels are launched for, whatever a pass brings.
         bounds = _host_side(
@@ -367,7 +253,7 @@ class NeuralSSM:
         run = self._prepared(tensors, table, bounds, states, in_tree=True)
 
         def launch() -> Outputs:
-            self._blocks.fill(table, tensors.slots)
+            self.kv.blocks.fill(table, tensors.slots)
             return run()
 
         return StaticPass(inputs, tensors, states, launch)
@@ -375,7 +261,7 @@ class NeuralSSM:
     def _run_rows(self, rows: PassRows, states: torch.Tensor | None) -> torch.Tensor:
         """[F, hidden] hidden states of rows, whose K/V is written."""
         self.num_rows += len(rows.tokens)
-        self._overwrite(rows.kv_slots)
+        self.kv.overwrite(rows.kv_slots)
         pieces = rows.pieces(self._scheduler_config.max_num_batched_tokens)
         if len(pieces) == 1:
             return self._taken(self._run_piece(rows, states))
@@ -395,7 +281,7 @@ class NeuralSSM:
             return graph.run(rows, states)
         return self._prepared(
             PassRows(*stage(self.device, *rows)),
-            self._blocks.rows(rows.slots),
+            self.kv.blocks.rows(rows.slots),
             _host_side(rows.starts, rows.seq_lens),
             states,
             bool(rows.is_tree.any()),

@@ -1,0 +1,171 @@
+"""What K/V an SSM has of each request, and where.
+
+The SSM's layers live in the target's block table. Its K/V of a request is valid for the
+first `num_read` rows; a growing tree uses the slots after the last row as scratch,
+which the next catch-up pass overwrites. Row r of a request reads token r + `lookahead`;
+its K/V is in slot r.
+
+Dimension legend: S request slots, R requests, F rows of one pass.
+"""
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.worker.gpu.block_table import BlockTables
+
+from vllm_specinfer.drafting.blocks import BlockIds, HostBlocks
+from vllm_specinfer.drafting.written import WrittenBlocks
+
+
+class DraftKV:
+    """The K/V of one SSM, in one KV cache group.
+
+    Attributes:
+        blocks: The blocks of all slots.
+    """
+
+    def __init__(
+        self,
+        block_tables: BlockTables,
+        group_id: int,
+        num_blocks: int,
+        max_model_len: int,
+        lookahead: int,
+    ) -> None:
+        """Nothing has been read.
+
+        Args:
+            block_tables: The runner's.
+            group_id: The KV cache group of the SSM's layers.
+            num_blocks: Of the KV cache.
+            max_model_len: Tokens that the SSM can read of a text.
+            lookahead: Row r reads token r + `lookahead`.
+        """
+        self.blocks = HostBlocks(block_tables, group_id)
+        self._group_id, self._block_size = group_id, block_tables.block_sizes[group_id]
+        self._max_model_len, self._lookahead = max_model_len, lookahead
+        max_num_reqs = len(self.blocks.table)
+        self._written = WrittenBlocks(num_blocks, self._block_size, max_num_reqs)
+        self._num_read = np.zeros(max_num_reqs, np.int64)
+        self._follows = np.zeros(max_num_reqs, bool)
+
+    def forget(self) -> None:
+        """The KV cache has lost what was in it; no request runs."""
+        self._written.forget()
+
+    def start(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
+        self._follows[slot] = False
+        self.blocks.start(slot, request.block_ids)
+        first, last = self._lookahead, request.num_computed_tokens + self._lookahead
+        cached = request.prefill_token_ids[first:last]
+        self._num_read[slot] = self._written.start(
+            slot, request.block_ids[self._group_id], cached
+        )
+
+    def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
+        """The slot's request gets blocks in the step that comes."""
+        self.blocks.append(slot, block_ids)
+
+    def limits(self, slots: np.ndarray) -> np.ndarray:
+        """[R] rows that the request owns K/V slots for."""
+        held = self.blocks.held(slots) * self._block_size
+        return np.minimum(held, self._max_model_len)
+
+    def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """[R] scratch slots after the last row that the request owns."""
+        return self.limits(slots) - num_tokens + self._lookahead
+
+    def num_unread(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
+        """Tokens of texts of so many [R] that no pass has read yet."""
+        num_rows = num_tokens - self._lookahead
+        return int(np.maximum(num_rows - self._num_read[slots], 0).sum())
+
+    def num_read(self, slots: np.ndarray) -> np.ndarray:
+        """[R] rows of these requests whose K/V is known to be there."""
+        return self._num_read[slots]
+
+    def read_again(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
+        """Of these requests no more rows [R] than these are known to be there."""
+        self._num_read[slots] = num_rows
+
+    def has_read(self, slot: int, num_tokens: int, tokens: np.ndarray) -> None:
+        """The K/V of a request's text, of so many tokens, has been written.
+
+        Args:
+            slot: Its slot.
+            num_tokens: How many.
+            tokens: [max_model_len] int32, its text first.
+        """
+        first, num_rows = self._num_read[slot], num_tokens - self._lookahead
+        self._num_read[slot] = num_rows
+        if first // self._block_size < num_rows // self._block_size:
+            known = tokens[self._lookahead : num_tokens]
+            self._written.complete(slot, self.blocks.table[slot], known)
+
+    def keep_up(self, slots: np.ndarray) -> None:
+        """All that is known of these requests is being read."""
+        self._follows[slots] = True
+
+    def fall_behind(self, slots: np.ndarray) -> None:
+        """These requests go on without the SSM."""
+        self._follows[slots] = False
+
+    def follows(self, slots: np.ndarray, window: int) -> bool:
+        """All of these requests that the SSM has not read is what their last step
+        brought, and they have so many tokens besides."""
+        known = self._num_read[slots] >= window
+        return bool((self._follows[slots] & known).all())
+
+    def may_follow(self, num_tokens: np.ndarray, window: int) -> bool:
+        """`follows` is true of requests [R] once so many of their tokens are read."""
+        return bool((num_tokens - self._lookahead >= window).all())
+
+    def kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """KV cache slots of flat positions; PAD where the request owns none.
+
+        Args:
+            slots: [F] of each row's request.
+            positions: [F] of the rows.
+        """
+        inside = positions < self.limits(slots)
+        safe = np.where(inside, positions, 0)
+        blocks = self.blocks.table[slots, safe // self._block_size].astype(np.int64)
+        kv_slots = blocks * self._block_size + safe % self._block_size
+        return np.where(inside, kv_slots, PAD_SLOT_ID)
+
+    @property
+    def paging(self) -> tuple[torch.Tensor, int]:
+        """[S, max_blocks] int32 blocks of all slots on the device, and their size."""
+        return self.blocks.on_device, self._block_size
+
+    def kv_slots_on_device(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, F] KV cache slots of flat positions [R, F] that the request owns.
+
+        Where it owns none, any slot.
+        """
+        table, size = self.paging
+        blocks = (positions // size).clamp_max(table.shape[1] - 1)
+        return table[slots[:, None], blocks].long() * size + positions % size
+
+    def overwrite(self, kv_slots: np.ndarray) -> None:
+        """These KV cache slots, some of them PAD, may be written to."""
+        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
+
+    def overwrite_scratch(
+        self, slots: np.ndarray, num_tokens: np.ndarray, count: int
+    ) -> None:
+        """So many scratch slots of requests [R] may be written to."""
+        first = np.repeat(num_tokens - self._lookahead, count)
+        positions = first + np.tile(np.arange(count), len(slots))
+        self.overwrite(self.kv_slots(np.repeat(slots, count), positions))
+
+    def overwrite_unknown(self, slots: np.ndarray) -> None:
+        """All slots of requests [R] may be written to but those known to be read."""
+        size = self._block_size
+        first, held = self._num_read[slots] // size, self.blocks.held(slots)
+        for slot, begin, end in zip(slots.tolist(), first, held, strict=True):
+            self.overwrite(self.blocks.table[slot, begin:end].astype(np.int64) * size)
