@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.drafting.test_ssm import draft_kv
 from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.ssm import NeuralSSM
 
@@ -21,12 +22,14 @@ class Reader:
         self.head._width, self.head._dtype = 1, torch.float32
         self.head.device = torch.device("cpu")
         self.head._most_kept, self.head._kept = MOST_KEPT, {}
+        self.head.kv = draft_kv(4, EagleHead.lookahead)
         self.read = {slot: [] for slot in range(4)}
         self.known = dict.fromkeys(range(4), 0)
         monkeypatch.setattr(NeuralSSM, "catch_up", lambda _, step: self._pass(step))
 
     def _pass(self, step):
         """As `NeuralSSM.catch_up`: whatever is known and not yet read, in one pass."""
+        self.head.kv.keep_up(step.slots)
         slots = [s for s in step.slots.tolist() if self.known[s] > len(self.read[s])]
         counts = [self.known[s] - len(self.read[s]) for s in slots]
         states = self.head._states(np.array(slots), np.array(counts))
@@ -61,6 +64,18 @@ def test_no_state_is_lost_or_read_twice(monkeypatch, seed):
     reader.head.catch_up(reader.step(dict.fromkeys(range(4), 1)))
     for slot, states in reader.read.items():
         assert states == list(range(1, reader.known[slot] + 1))
+
+
+def test_a_head_that_sat_out_does_not_follow(monkeypatch):
+    reader, slots = Reader(monkeypatch), np.array([0, 1])
+    reader.head.catch_up(reader.step({0: 4, 1: 3}))
+    assert reader.head.kv.follows(slots, window=0)
+    reader.head.skip(reader.step({0: 1}))
+    assert not reader.head.kv.follows(slots, window=0)
+    assert reader.head.kv.follows(slots[1:], window=0)
+    # Too many to keep: the head reads them all.
+    reader.head.skip(reader.step({0: MOST_KEPT}))
+    assert reader.head.kv.follows(slots, window=0)
 
 
 def test_zeros_stand_for_what_a_waiting_request_lost(monkeypatch):

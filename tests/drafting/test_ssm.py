@@ -18,13 +18,15 @@ MAX_LEN = SIZE * MOST_BLOCKS
 VOCAB = 3
 
 
-def block_tables(num_slots):
+def draft_kv(num_slots, lookahead):
+    """Where no request owns a block."""
     gpu = torch.zeros(num_slots, MOST_BLOCKS, dtype=torch.int32)
-    return SimpleNamespace(
+    tables = SimpleNamespace(
         block_tables=[SimpleNamespace(gpu=gpu)],
         num_blocks=SimpleNamespace(np=np.zeros((1, num_slots), np.int32)),
         block_sizes=[SIZE],
     )
+    return DraftKV(tables, 0, num_slots * MOST_BLOCKS, MAX_LEN, lookahead)
 
 
 class Engine:
@@ -36,12 +38,10 @@ class Engine:
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
-        tables = block_tables(SLOTS)
         ssm = self.ssm = NeuralSSM.__new__(NeuralSSM)
         ssm.device, ssm.max_model_len = torch.device("cpu"), MAX_LEN
-        ssm.kv = DraftKV(tables, 0, SLOTS * MOST_BLOCKS, MAX_LEN, ssm.lookahead)
+        ssm.kv = draft_kv(SLOTS, ssm.lookahead)
         ssm._run_rows, ssm._last = self._run_rows, lambda *_: None
-        self.counts = tables.num_blocks.np
         # By KV slot: the text whose last token's K/V is there.
         self.memory = np.full(SLOTS * MAX_LEN, None, object)
         self.texts = [[] for _ in range(SLOTS)]
@@ -89,7 +89,7 @@ class Engine:
         blocks += (
             free if self.rng.random() < 0.7 else self.rng.permutation(free).tolist()
         )
-        self.counts[0, slot] = len(blocks)
+        self.ssm.kv.blocks._counts[slot] = len(blocks)
         self.texts[slot] = new
         self.unheard = [(s, *rest) for s, *rest in self.unheard if s != slot]
         request = SimpleNamespace(
@@ -212,7 +212,7 @@ def test_what_a_block_held_before_is_forgotten_where_scratch_may_be():
 
 @pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 2), (1, 6 + 1)])
 def test_what_an_ssm_has_not_read(lookahead, unread):
-    kv = DraftKV(block_tables(4), 0, 4 * MOST_BLOCKS, MAX_LEN, lookahead)
+    kv = draft_kv(4, lookahead)
     kv.read_again(np.arange(4), np.array([3, 9, 5, 8]))
     assert kv.num_unread(np.array([0, 3, 2]), np.array([10, 8, 7])) == unread
 

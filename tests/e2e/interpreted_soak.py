@@ -56,6 +56,7 @@ def main() -> None:
         "mss": {"ssms": [ssm, few], **tree, "verification": "mss"},
         "rrs": {"ssms": [ssm, few], **tree, "verification": "rrs"},
         "mss and suffix": {"ssms": [ssm, "suffix"], **tree, "verification": "mss"},
+        "head": {"model": head},
         "SSM and head": {"ssms": [ssm, head], **tree},
         "SSM and suffix": {"ssms": [ssm, "suffix"], **tree},
         "SSM and ngram": {"ssms": [ssm, "ngram"], **tree},

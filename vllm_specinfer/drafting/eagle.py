@@ -64,6 +64,7 @@ class EagleHead(NeuralSSM):
 
     def skip(self, step: DraftStep) -> None:
         """Keep the states of the step, or read them all once there are too many."""
+        super().skip(step)
         self._keep(step)
         num_kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
         if num_kept > self._most_kept:
