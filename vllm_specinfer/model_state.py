@@ -9,7 +9,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,9 +49,33 @@ class Walked(NamedTuple):
     num_rows: int
 
 
-# Hears of a step that has been verified, given what waits for it; returns what counts
-# it, for whoever sends the step's output.
-OnVerified = Callable[[Callable[[], list[Walked]]], Callable[[], None]]
+class TreeDrafter(Protocol):
+    """Who drafts the trees."""
+
+    def start_request(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot."""
+
+    def end_request(self, req_id: str) -> None:
+        """A request has ended."""
+
+    def bind_sampler(self, sampler: Sampler) -> None:
+        """vLLM's sampler is there."""
+
+    def plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
+        """Of a batch to be verified; None where its trees are the host's, or none."""
+
+    def on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:
+        """A step has been verified.
+
+        Args:
+            walks: Waits for what was accepted.
+
+        Returns:
+            Counts that; on another thread, perhaps.
+        """
+
+    def on_time(self, phase: str, seconds: float) -> None:
+        """A phase of verification has taken so long."""
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
@@ -80,23 +104,13 @@ class TreeModelState(DefaultModelState):
         device: torch.device,
         *,
         trees: TreeTable,
-        start_request: Callable[[int, NewRequestData], None],
-        end_request: Callable[[str], None],
-        bind_sampler: Callable[[Sampler], None],
-        on_verified: OnVerified,
-        plan_ahead: Callable[[InputBatch], DevicePlan | None],
-        on_time: Callable[[str, float], None],
+        drafter: TreeDrafter,
         verification: str,
         draft_layer_names: set[str],
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._trees = trees
-        self._start_request = start_request
-        self._end_request = end_request
-        self._bind_sampler = bind_sampler
-        self._on_verified = on_verified
-        self._plan_ahead = plan_ahead
-        self._on_time = on_time
+        self._drafter = drafter
         self._verification = verification
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | DevicePlan | None] = (
@@ -133,12 +147,12 @@ class TreeModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         self._trees.drop(req_index)
         self._verifier.start(req_index)
-        self._start_request(req_index, new_req_data)
+        self._drafter.start_request(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:
         """What is heard of it from now on is of nobody."""
         super().remove_request(req_id)
-        self._end_request(req_id)
+        self._drafter.end_request(req_id)
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -166,7 +180,7 @@ class TreeModelState(DefaultModelState):
         )
         plan = None
         if input_batch.num_draft_tokens_per_req is not None:
-            plan = self._plan_ahead(input_batch) or self._trees.plan_step(
+            plan = self._drafter.plan_ahead(input_batch) or self._trees.plan_step(
                 input_batch.idx_mapping_np,
                 input_batch.num_draft_tokens_per_req,
                 input_batch.query_start_loc_np,
@@ -208,7 +222,7 @@ class TreeModelState(DefaultModelState):
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""
-        self._bind_sampler(sampler)
+        self._drafter.bind_sampler(sampler)
         # FlashInfer draws by other random numbers than those that drafts are drawn by.
         sampler.use_flashinfer = False
         verifier, commit = TreeSampler, self.commit
@@ -222,7 +236,7 @@ class TreeModelState(DefaultModelState):
             self.plan_of,
             self._positions,
             commit,
-            self._on_time,
+            self._drafter.on_time,
             self._verification,
         )
         return sampler, self._verifier
@@ -236,7 +250,7 @@ class TreeModelState(DefaultModelState):
         """
         started = time.perf_counter()
         walked = _by_request(input_batch, accepted)
-        self.count = self._on_verified(lambda: walked)
+        self.count = self._drafter.on_verified(lambda: walked)
         # Rows rise: the last one is in its place where all are.
         moved = [i for i, path in accepted.items() if path and path[-1] != len(path)]
         if moved:
@@ -244,7 +258,7 @@ class TreeModelState(DefaultModelState):
             paths = [accepted[i] for i in moved]
             for group_id, commit in self._commits.items():
                 commit(self._block_tables.slot_mappings[group_id], roots, paths)
-        self._on_time(COMMIT, time.perf_counter() - started)
+        self._drafter.on_time(COMMIT, time.perf_counter() - started)
 
     def path_of(self, input_batch: InputBatch) -> torch.Tensor:
         """[R, N] accepted rows of a batch from depth 1 down, as `commit_walks` got
@@ -269,7 +283,7 @@ class TreeModelState(DefaultModelState):
         first = input_batch.query_start_loc[: len(path)]
         for group_id, commit in self._commits.items():
             commit(self._block_tables.slot_mappings[group_id], first, path, count)
-        self._on_time(COMMIT, time.perf_counter() - started)
+        self._drafter.on_time(COMMIT, time.perf_counter() - started)
         walks, plan = read_later(path, count), self.plan_of(input_batch)
 
         def walked() -> list[Walked]:
@@ -277,7 +291,7 @@ class TreeModelState(DefaultModelState):
             accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
             return _by_request(input_batch, accepted)
 
-        self.count = self._on_verified(Once(walked))
+        self.count = self._drafter.on_verified(Once(walked))
 
 
 def _by_request(input_batch: InputBatch, accepted: Accepted) -> list[Walked]:

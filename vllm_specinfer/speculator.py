@@ -200,12 +200,7 @@ class TreeSpeculator(DraftModelSpeculator):
         state = functools.partial(
             TreeModelState,
             trees=self._trees,
-            start_request=self._start_request,
-            end_request=self._end_request,
-            bind_sampler=self._bind_sampler,
-            on_verified=self._on_verified,
-            plan_ahead=self._plan_ahead,
-            on_time=self._on_time,
+            drafter=self,
             verification=self.speculative_config.verification_rule,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
@@ -244,21 +239,24 @@ class TreeSpeculator(DraftModelSpeculator):
         for source in self.sources.ssms:
             source.ssm.kv.add_blocks(slot, block_ids)
 
-    def _start_request(self, slot: int, request: NewRequestData) -> None:
+    def start_request(self, slot: int, request: NewRequestData) -> None:
+        """A request starts in a slot."""
         self._started = True
         if self._ahead is not None:
             self._ahead.start(slot, request)
         self.sources.start(slot, request)
 
-    def _end_request(self, req_id: str) -> None:
+    def end_request(self, req_id: str) -> None:
+        """A request has ended."""
         slot = self._req_states.req_id_to_index.get(req_id)
         if self._ahead is not None and slot is not None:
             self._ahead.leave(slot)
 
-    def _plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
+    def plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
+        """As `AheadSteps.plan`."""
         return self._ahead and self._ahead.plan(input_batch)
 
-    def _on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:
+    def on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:
         """A step has been verified.
 
         Args:
@@ -290,7 +288,8 @@ class TreeSpeculator(DraftModelSpeculator):
         """Learn of all steps until now, however long it takes to hear of them."""
         self._lessons.learn()
 
-    def _on_time(self, phase: str, seconds: float) -> None:
+    def on_time(self, phase: str, seconds: float) -> None:
+        """A phase of verification has taken so long."""
         self._verifying.seconds[phase] += seconds
 
     @property
@@ -303,7 +302,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._verifying, self._drafting = self._drafting, WorkerStats()
         return self._verifying
 
-    def _bind_sampler(self, sampler: Sampler) -> None:
+    def bind_sampler(self, sampler: Sampler) -> None:
+        """vLLM's sampler is there."""
         self._sampler = sampler
 
     def propose(
