@@ -1,4 +1,4 @@
-"""The speculator of vLLM's runner: ask the sources, write trees.
+"""The speculator of vLLM's runner, and who drafts which step: the host or the device.
 
 The runner asks for drafts while the step's output waits to be sent. Trees are grown
 after that, when the engine fetches the drafts (`TreeWorker.take_draft_token_ids`), so
@@ -8,7 +8,6 @@ that no client waits for them.
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,11 +25,10 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
-from vllm_specinfer.device import Once, read, stage, token_rows
+from vllm_specinfer.device import Once, stage, token_rows
 from vllm_specinfer.drafting.blocks import BlockIds
 from vllm_specinfer.drafting.graphs import most_requests
-from vllm_specinfer.drafting.rows import root_rows
-from vllm_specinfer.drafting.source import DraftStep
+from vllm_specinfer.drafting.host_steps import DraftRequest, HostSteps
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
@@ -43,21 +41,9 @@ from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import TreeTable
-from vllm_specinfer.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.ahead_steps import AheadSteps
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """What `propose` was asked."""
-
-    input_batch: InputBatch
-    num_sampled: torch.Tensor
-    states: torch.Tensor | None
-    num_nodes: int | None
-    decided: Decision | None
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -97,23 +83,14 @@ class TreeSpeculator(DraftModelSpeculator):
         self._reads_layers = self.speculative_config.reads_layers
         self._asked: DraftRequest | None = None
         self._captures = False
-        self._finished_at = 0.0
-        # Nothing has been launched ahead since then.
-        self._trusts_clock = True
         # What the SSMs' part of the last made-up pass took.
         self.dummy_seconds = 0.0
-        # Since the last step a request has started: the engine may have been idle.
-        self._started = False
         self._memory: BudgetMemory | None = None
-        # By slot: the accepted nodes of its last tree, and what was counted with it.
-        self._accepted: dict[int, tuple[WorkerStats, list[int]]] = {}
         self._model_state: TreeModelState | None = None
-        # The trees of the last batch by request id, where the host has drafted them.
-        self.trees: dict[str, TokenTree] = {}
+        # Once the target is loaded.
+        self.host_steps: HostSteps | None = None
         self._ahead: AheadSteps | None = None
         self._lessons = Lessons()
-        # [S] tokens of each slot whose K/V the last step has left.
-        self.num_computed = np.zeros(self.max_num_reqs, np.int64)
         # Of the step that is drafted for, and of the one that is verified.
         self._drafting, self._verifying = WorkerStats(), WorkerStats()
 
@@ -241,7 +218,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
-        self._started = True
+        self.host_steps.start()
         if self._ahead is not None:
             self._ahead.start(slot, request)
         self.sources.start(slot, request)
@@ -281,7 +258,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def _learn(self, stats: WorkerStats, walks: list[Walked]) -> None:
         """What a step has accepted."""
         for walked in walks:
-            self._accepted[walked.slot] = stats, walked.nodes
+            self.host_steps.note_accepted(walked.slot, walked.nodes, stats)
             self.sources.observe(walked.slot, walked.nodes)
 
     def learn(self) -> None:
@@ -305,6 +282,16 @@ class TreeSpeculator(DraftModelSpeculator):
     def bind_sampler(self, sampler: Sampler) -> None:
         """vLLM's sampler is there."""
         self._sampler = sampler
+        self.host_steps = HostSteps(
+            self._req_states,
+            sampler.sampling_states,
+            self._trees,
+            self.sources,
+            self.budget,
+            self._memory,
+            self._names,
+            self._tests_draws,
+        )
 
     def propose(
         self,
@@ -393,29 +380,29 @@ class TreeSpeculator(DraftModelSpeculator):
             input_batch, num_sampled, states, most, self._drafting
         )
         if isinstance(found, torch.Tensor):
-            self.trees, self._trusts_clock = {}, False
-            self._note_step()
+            self.host_steps.stop()
+            if self._memory is not None:
+                self._memory.note_step()
             self._drafting.seconds[DRAFT] += time.perf_counter() - started
         return found
+
+    @property
+    def knows_texts(self) -> bool:
+        """The host has drafted for the last batch: it knows what that step brought."""
+        return self._ahead is None or self._ahead.sizes is None
 
     @property
     def num_nodes(self) -> dict[str, int]:
         """Rows that the trees of the last batch have below their roots, by request id;
         the other requests have none."""
-        if self._ahead is not None and self._ahead.sizes is not None:
-            return self._ahead.sizes
-        return {req_id: len(tree.parents) for req_id, tree in self.trees.items()}
+        return self.host_steps.sizes if self.knows_texts else self._ahead.sizes
 
     def parents(self) -> dict[str, list[int]]:
         """Of the drafts that have rows, by request; waits for them."""
-        if self._ahead is not None and self._ahead.trees is not None:
-            return self._ahead.trees.parents()
-        return {req_id: tree.parents.tolist() for req_id, tree in self.trees.items()}
-
-    @property
-    def knows_texts(self) -> bool:
-        """`num_computed` is of the last step."""
-        return self._ahead is None or self._ahead.sizes is None
+        if self.knows_texts:
+            return self.host_steps.parents
+        trees = self._ahead.trees
+        return {} if trees is None else trees.parents()
 
     @torch.inference_mode()
     def draft(self) -> tuple[InputBatch, torch.Tensor]:
@@ -429,99 +416,5 @@ class TreeSpeculator(DraftModelSpeculator):
         self.learn()
         if self._ahead is not None:
             self._ahead.stop()
-        started = time.perf_counter()
-        input_batch = asked.input_batch
-        drafts = np.zeros((input_batch.num_reqs, self.num_speculative_steps), np.int64)
-        step = self._step(input_batch, asked.num_sampled, asked.states)
-        if step.decodes_only:
-            seconds = time.perf_counter() - self._finished_at
-            num_rows = input_batch.num_tokens
-            trees = num_rows > input_batch.num_reqs
-            self.budget.observe_step(num_rows, seconds, trees)
-            self._note_step()
-        self._trees.drop(step.slots)
-        trees, draws, counts, reasons = self.sources.propose(
-            step, asked.num_nodes, asked.decided
-        )
-        # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
-        drafts[step.growing] = np.maximum(trees.tokens, 0)
-        growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
-        self.trees = dict(zip(growing, trees.each(), strict=True))
-        self._trees.write(
-            step.slots[step.growing],
-            trees.tokens,
-            trees.parents,
-            step.roots.roots,
-            draws,
-        )
-        self._drafting.reasons = {growing[r]: why for r, why in reasons.items()}
-        self._drafting.drafted.update(dict(zip(self._names, counts, strict=False)))
-        self._finished_at = time.perf_counter()
-        self._drafting.seconds[DRAFT] += self._finished_at - started
-        return input_batch, stage(self.device, drafts)[0][:, : asked.num_nodes]
-
-    def _note_step(self) -> None:
-        if self._memory is not None:
-            self._memory.note_step()
-
-    def _step(
-        self,
-        input_batch: InputBatch,
-        num_sampled: torch.Tensor,
-        states: torch.Tensor | None,
-    ) -> DraftStep:
-        requests, slots = self._req_states, input_batch.idx_mapping_np
-        total, computed, sampled, positions = read(
-            requests.total_len.gpu,
-            requests.num_computed_tokens.gpu,
-            num_sampled,
-            input_batch.positions,
-        )
-        total = total[slots].astype(np.int64)
-        self.num_computed = computed.astype(np.int64)
-        computed = self.num_computed[slots]
-        num_tokens = np.minimum(total, computed + 1)
-        (growing,) = (sampled > 0).nonzero()
-        known, self._trusts_clock = self._trusts_clock, True
-        started, self._started = self._started, False
-        state_starts = None
-        if states is not None:
-            starts = input_batch.query_start_loc_np[: len(slots)]
-            counts = computed - positions[starts]
-            rows = self._rows_that_stay(slots, starts, counts)
-            state_starts = np.concatenate([[0], np.cumsum(counts)])
-            states = states[stage(self.device, rows)[0]]
-        return DraftStep(
-            slots=slots,
-            num_tokens=num_tokens,
-            growing=growing,
-            roots=root_rows(
-                self._sampler.sampling_states, slots[growing], num_tokens[growing] - 1
-            ),
-            all_token_ids=token_rows(requests.all_token_ids),
-            decodes_only=known
-            and not started
-            and len(growing) == len(slots)
-            and input_batch.num_tokens <= len(slots) * (self.num_speculative_steps + 1),
-            tests_draws=self._tests_draws,
-            states=states,
-            state_starts=state_starts,
-        )
-
-    def _rows_that_stay(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
-    ) -> np.ndarray:
-        """Rows of the target's pass whose tokens are in the text, in its order.
-
-        Args:
-            slots: [B] request slots.
-            starts: [B] first row of each request.
-            counts: [B] how many of its tokens the pass computed and kept.
-        """
-        rows = []
-        for slot, start, count in zip(slots.tolist(), starts, counts, strict=True):
-            of_step, path = self._accepted.pop(slot, (None, None))
-            if of_step is not self._verifying:
-                path = range(count - 1)
-            rows.append(start + np.array([0, *(node + 1 for node in path)]))
-        return np.concatenate(rows)
+        tokens = self.host_steps.draft(asked, self._verifying, self._drafting)
+        return asked.input_batch, tokens

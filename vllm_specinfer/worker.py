@@ -219,7 +219,7 @@ class TreeWorker(Worker):
         if speculator.knows_texts:
             known.scheduled_cached_reqs = copy.copy(output.scheduled_cached_reqs)
             known.scheduled_cached_reqs.num_computed_tokens = [
-                int(speculator.num_computed[slots[req_id]])
+                int(speculator.host_steps.num_computed[slots[req_id]])
                 for req_id in output.scheduled_cached_reqs.req_ids
             ]
         return known

@@ -1,0 +1,215 @@
+"""Drafting by the host, once it knows what the step before has brought.
+
+It waits for that. Steps that need not wait are `drafting/ahead_steps.py`'s.
+
+Dimension legend: S request slots, B requests of the batch, N nodes per tree.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_specinfer.device import read, stage, token_rows
+from vllm_specinfer.drafting.rows import root_rows
+from vllm_specinfer.drafting.source import DraftStep
+from vllm_specinfer.drafting.sources import Decision, SourceSet
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.memory import BudgetMemory
+from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
+from vllm_specinfer.tree.table import TreeTable
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What `propose` was asked."""
+
+    input_batch: InputBatch
+    num_sampled: torch.Tensor
+    states: torch.Tensor | None
+    num_nodes: int | None
+    decided: Decision | None
+
+
+class HostSteps:
+    """Asks the sources, writes trees.
+
+    Attributes:
+        parents: Of the trees of the last batch, by request id; none where the host has
+            not drafted them.
+        num_computed: [S] tokens of each slot whose K/V the last step has left.
+    """
+
+    def __init__(
+        self,
+        requests: RequestState,
+        sampling: SamplingStates,
+        trees: TreeTable,
+        sources: SourceSet,
+        budget: Budget,
+        memory: BudgetMemory | None,
+        names: Sequence[str],
+        tests_draws: bool,
+    ) -> None:
+        """Draft nothing yet.
+
+        Args:
+            requests: The runner's.
+            sampling: vLLM's sampling parameters of all slots.
+            trees: Where trees are written.
+            sources: Who is asked.
+            budget: Theirs.
+            memory: Keeps what is learned; None where nothing is.
+            names: Of the sources.
+            tests_draws: As `DraftStep.tests_draws`.
+        """
+        self._requests, self._sampling = requests, sampling
+        self._trees, self._sources = trees, sources
+        self._budget, self._memory = budget, memory
+        self._names, self._tests_draws = names, tests_draws
+        self.parents: dict[str, list[int]] = {}
+        self.num_computed = np.zeros(requests.max_num_reqs, np.int64)
+        # By slot: the accepted nodes of its last tree, and what was counted with it.
+        self._accepted: dict[int, tuple[WorkerStats, list[int]]] = {}
+        self._finished_at = 0.0
+        # Nothing has been launched ahead since then.
+        self._trusts_clock = True
+        # Since the last step a request has started: the engine may have been idle.
+        self._started = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """As `AheadSteps.sizes`."""
+        return {req_id: len(parents) for req_id, parents in self.parents.items()}
+
+    def start(self) -> None:
+        """A request starts."""
+        self._started = True
+
+    def stop(self) -> None:
+        """The device drafts for this step."""
+        self.parents, self._trusts_clock = {}, False
+
+    def note_accepted(self, slot: int, nodes: list[int], stats: WorkerStats) -> None:
+        """Of a tree that has been verified.
+
+        Args:
+            slot: Its request's.
+            nodes: The accepted ones, by depth.
+            stats: Of the step that has verified it.
+        """
+        self._accepted[slot] = stats, nodes
+
+    def draft(
+        self, asked: DraftRequest, verified: WorkerStats, stats: WorkerStats
+    ) -> torch.Tensor:
+        """Grow trees.
+
+        Args:
+            asked: For whom.
+            verified: Of the step that has been verified last.
+            stats: Of the next step.
+
+        Returns:
+            [B, n] int64 node tokens in flat order, for the n nodes that were asked for.
+        """
+        started = time.perf_counter()
+        input_batch = asked.input_batch
+        step = self._step(asked, verified)
+        if step.decodes_only:
+            seconds = time.perf_counter() - self._finished_at
+            num_rows = input_batch.num_tokens
+            trees = num_rows > input_batch.num_reqs
+            self._budget.observe_step(num_rows, seconds, trees)
+            if self._memory is not None:
+                self._memory.note_step()
+        self._trees.drop(step.slots)
+        trees, draws, counts, reasons = self._sources.propose(
+            step, asked.num_nodes, asked.decided
+        )
+        # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
+        drafts = np.zeros((input_batch.num_reqs, self._trees.num_nodes), np.int64)
+        drafts[step.growing] = np.maximum(trees.tokens, 0)
+        growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
+        self.parents = {
+            req_id: tree.parents.tolist()
+            for req_id, tree in zip(growing, trees.each(), strict=True)
+        }
+        self._trees.write(
+            step.slots[step.growing],
+            trees.tokens,
+            trees.parents,
+            step.roots.roots,
+            draws,
+        )
+        stats.reasons = {growing[r]: why for r, why in reasons.items()}
+        stats.drafted.update(dict(zip(self._names, counts, strict=False)))
+        self._finished_at = time.perf_counter()
+        stats.seconds[DRAFT] += self._finished_at - started
+        return stage(self._requests.device, drafts)[0][:, : asked.num_nodes]
+
+    def _step(self, asked: DraftRequest, verified: WorkerStats) -> DraftStep:
+        input_batch, states = asked.input_batch, asked.states
+        requests, slots = self._requests, input_batch.idx_mapping_np
+        total, computed, sampled, positions = read(
+            requests.total_len.gpu,
+            requests.num_computed_tokens.gpu,
+            asked.num_sampled,
+            input_batch.positions,
+        )
+        total = total[slots].astype(np.int64)
+        self.num_computed = computed.astype(np.int64)
+        computed = self.num_computed[slots]
+        num_tokens = np.minimum(total, computed + 1)
+        (growing,) = (sampled > 0).nonzero()
+        known, self._trusts_clock = self._trusts_clock, True
+        started, self._started = self._started, False
+        state_starts = None
+        if states is not None:
+            starts = input_batch.query_start_loc_np[: len(slots)]
+            counts = computed - positions[starts]
+            rows = self._rows_that_stay(slots, starts, counts, verified)
+            state_starts = np.concatenate([[0], np.cumsum(counts)])
+            states = states[stage(requests.device, rows)[0]]
+        return DraftStep(
+            slots=slots,
+            num_tokens=num_tokens,
+            growing=growing,
+            roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
+            all_token_ids=token_rows(requests.all_token_ids),
+            decodes_only=known
+            and not started
+            and len(growing) == len(slots)
+            and input_batch.num_tokens <= len(slots) * (self._trees.num_nodes + 1),
+            tests_draws=self._tests_draws,
+            states=states,
+            state_starts=state_starts,
+        )
+
+    def _rows_that_stay(
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        verified: WorkerStats,
+    ) -> np.ndarray:
+        """Rows of the target's pass whose tokens are in the text, in its order.
+
+        Args:
+            slots: [B] request slots.
+            starts: [B] first row of each request.
+            counts: [B] how many of its tokens the pass computed and kept.
+            verified: Of that pass.
+        """
+        rows = []
+        for slot, start, count in zip(slots.tolist(), starts, counts, strict=True):
+            of_step, path = self._accepted.pop(slot, (None, None))
+            if of_step is not verified:
+                path = range(count - 1)
+            rows.append(start + np.array([0, *(node + 1 for node in path)]))
+        return np.concatenate(rows)
