@@ -202,7 +202,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._model_state = model_state
         self.drop_graphs()
         bound = [
-            source.bind(kv_cache_config, block_tables) for source in self.sources.ssms
+            source.ssm.bind(kv_cache_config, block_tables)
+            for source in self.sources.ssms
         ]
         self.attn_groups = [sum(groups, []) for groups in zip(*bound, strict=True)]
 

@@ -23,7 +23,12 @@ from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.worker import TreeWorker
 
 SHAPE = BestFirstTree(4, 4, 0.05)
-STEP = SimpleNamespace(growing=np.array([0]), slots=np.array([7]), decodes_only=True)
+STEP = SimpleNamespace(
+    growing=np.array([0]),
+    slots=np.array([7]),
+    num_tokens=np.array([3]),
+    decodes_only=True,
+)
 
 
 class Chain:
@@ -33,8 +38,9 @@ class Chain:
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
         self.predictor = None
+        self.ssm = self.kv = self
 
-    def num_unread(self, step):
+    def num_unread(self, slots, num_tokens):
         return len(self.tokens)
 
     def skip(self, step):
@@ -155,7 +161,6 @@ class Words:
 def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
     step = SimpleNamespace(
         **vars(STEP),
-        num_tokens=np.array([3]),
         all_token_ids=np.zeros((8, 9), np.int32),
         tests_draws=False,
         roots=SimpleNamespace(temperatures=np.array([0.7])),

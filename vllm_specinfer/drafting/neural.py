@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.block_table import BlockTables
-from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser, DraftRows
 from vllm_specinfer.drafting.graphs import GraphShape
@@ -95,23 +92,9 @@ class NeuralSource:
             *(NUM_CANDIDATES, num_reqs, texts, window),
         )
 
-    def num_unread(self, step: DraftStep) -> int:
-        """Known tokens of the batch that the SSM has not read yet."""
-        return self.ssm.kv.num_unread(step.slots, step.num_tokens)
-
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
         self.ssm.start(slot, request)
-
-    def skip(self, step: DraftStep) -> None:
-        """No trees are wanted in this step."""
-        self.ssm.skip(step)
-
-    def bind(
-        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
-    ) -> list[list[AttentionGroup]]:
-        """As `NeuralSSM.bind`."""
-        return self.ssm.bind(kv_cache_config, block_tables)
 
     def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:
         """Catch up with the whole batch, begin to grow the trees of R requests.

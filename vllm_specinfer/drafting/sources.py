@@ -191,7 +191,7 @@ class SourceSet:
                 proposals += self._ask_ssms(step, least)
         if not asks:
             for source in self.ssms:
-                source.skip(step)
+                source.ssm.skip(step)
             if not any(np.isfinite(p.candidates.scores).any() for p in proposals):
                 trees = FinishedTrees.none(num_reqs, self._num_nodes)
                 reason = self._reason(False, most, grows, asks)
@@ -304,7 +304,8 @@ class SourceSet:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
         if not self.ssms or (len(least) and (least > np.log(SURE)).all()):
             return False
-        unread = sum(source.num_unread(step) for source in self.ssms)
+        kv_of_ssms = [source.ssm.kv for source in self.ssms]
+        unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
         return self._budget.drafts(len(least), unread, known)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
