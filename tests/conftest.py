@@ -74,3 +74,34 @@ def v2_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     yield
     speculative_config._switch_runner_off()
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Start an engine config and return the sentence it is refused with."""
+    from vllm import EngineArgs
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at each architecture in a process of its own.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+
+    def start(
+        target: dict[str, Any] = LLAMA, ssm: dict[str, Any] = LLAMA, **kwargs: Any
+    ) -> str:
+        args = EngineArgs(
+            model=write_model(tmp_path / "target", target),
+            skip_tokenizer_init=True,
+            speculative_config={
+                "method": "specinfer",
+                "model": write_model(tmp_path / "ssm", ssm),
+            },
+            **kwargs,
+        )
+        with pytest.raises(ValueError) as error:
+            args.create_engine_config()
+        sentence = str(error.value)
+        assert "\n" not in sentence
+        assert " must " in sentence and "; got " in sentence
+        return sentence
+
+    return start

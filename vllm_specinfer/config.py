@@ -20,6 +20,8 @@ from vllm.v1.spec_decode.dynamic.utils import (
     validate_and_normalize_dynamic_sd_schedule,
 )
 
+from vllm_specinfer.draft_heads import eagle_type
+from vllm_specinfer.model_refusals import ssm_reason
 from vllm_specinfer.options import (
     BestFirstTree,
     Source,
@@ -27,7 +29,7 @@ from vllm_specinfer.options import (
     SSMSource,
     Tree,
 )
-from vllm_specinfer.refusals import eagle_type, refuse, ssm_reason
+from vllm_specinfer.refusals import refuse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
 from vllm_specinfer.device import is_host
+from vllm_specinfer.draft_heads import eagle_type
 from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.eagle import EagleHead
 from vllm_specinfer.drafting.lookup import LookupSource
@@ -23,7 +24,6 @@ from vllm_specinfer.drafting.sources import SourceSet, lookup_source
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.options import SSMSource
-from vllm_specinfer.refusals import eagle_type
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.memory import BudgetMemory, file_of
 from vllm_specinfer.scheduling.predictor import Predictor, read_predictor

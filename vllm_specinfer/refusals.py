@@ -1,13 +1,17 @@
 """What method specinfer refuses at start-up, each in one sentence.
 
-Every ``*_reason`` returns that sentence, or None where nothing is wrong. The front
-end asks them all before it changes anything; the worker asks again through
-``check_vllm_config``, because a config need not come from engine arguments.
+Every ``*_reason`` returns that sentence, or None where nothing is wrong. Those about
+models are in ``model_refusals.py``. The front end asks them all before it changes
+anything; the worker asks again through ``check_vllm_config``, because a config need not
+come from engine arguments.
 """
 
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from vllm_specinfer.draft_heads import eagle_type
+from vllm_specinfer.model_refusals import head_reason, model_reason
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -19,9 +23,6 @@ CUDA_BACKEND = "CUSTOM"
 PLAIN_KV_DTYPES = ("auto", "float16", "bfloat16")
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3")
 CPU_FP8_KV_DTYPES = (*FP8_KV_DTYPES, "fp8_e5m2")
-
-_SLIDING = "sliding_attention"
-_CHUNKED = "chunked_attention"
 
 
 def runner_reason() -> str | None:
@@ -189,74 +190,6 @@ def checkpoint_cache_reason(
     return None
 
 
-def model_reason(model: "ModelConfig", role: str) -> str | None:
-    """Why a model cannot be a target or an SSM, or None.
-
-    Args:
-        model: Its config.
-        role: How the sentence names it, "the target" or "the SSM".
-    """
-    if (kind := _unsupported_kind(model)) is not None:
-        return (
-            f"{role} must be a causal language model with full attention for method "
-            f"specinfer; got {kind} ({', '.join(model.architectures)})"
-        )
-    return None
-
-
-def ssm_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
-    """Why a model cannot draft for this target, or None."""
-    return _fit_reason(ssm, target) or _draft_vocab_reason(ssm)
-
-
-def _fit_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
-    if eagle_type(ssm) is not None:
-        return _head_reason(ssm, target)
-    if (head := _draft_head(ssm)) is not None:
-        return (
-            "the SSM must be a language model of its own or an EAGLE head for method "
-            f"specinfer; got the draft head {head}"
-        )
-    if (reason := model_reason(ssm, "the SSM")) is not None:
-        return reason
-    ours, theirs = ssm.get_vocab_size(), target.get_vocab_size()
-    if ours != theirs:
-        return (
-            f"the SSM's vocab_size must be the target's {theirs}; got {ours} of "
-            f"{ssm.model!r}"
-        )
-    return _tokenizer_reason(ssm, target)
-
-
-def layer_reason(layers: Iterable[tuple[str, Any]]) -> str | None:
-    """Why a built model's attention layers cannot run trees, or None.
-
-    Configs do not always show these; the layers do.
-
-    Args:
-        layers: Name and layer pairs, as in
-            ``compilation_config.static_forward_context.items()``.
-    """
-    for name, layer in layers:
-        impl = getattr(layer, "impl", None)
-        for holder in (layer, impl):
-            window = getattr(holder, "sliding_window", None)
-            # Backends spell "no window" as None, -1 or (-1, -1).
-            if window not in (None, -1, (-1, -1)):
-                return _layer_sentence(name, f"sliding window {window}")
-            if getattr(holder, "alibi_slopes", None) is not None:
-                return _layer_sentence(name, "ALiBi")
-            if getattr(holder, "attention_chunk_size", None) is not None:
-                return _layer_sentence(name, "chunked-local attention")
-            if (kind := getattr(holder, "attn_type", "decoder")) != "decoder":
-                return _layer_sentence(name, f"{kind} attention")
-        if getattr(layer, "kv_lora_rank", None) is not None:
-            return _layer_sentence(name, "MLA")
-        if hasattr(layer, "mamba_type"):
-            return _layer_sentence(name, "a recurrent state")
-    return None
-
-
 def check_vllm_config(vllm_config: "VllmConfig") -> None:
     """Refuse what the finished config shows; the worker calls it in init_device.
 
@@ -298,7 +231,7 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
         if eagle_type(ssm) is None:
             refuse(model_reason(ssm, "the SSM"))
         else:
-            refuse(_head_reason(ssm, target))
+            refuse(head_reason(ssm, target))
 
 
 def refuse(reason: str | None) -> None:
@@ -319,139 +252,3 @@ def _cuda_reason(vllm_config: "VllmConfig") -> str | None:
 
 def _must_be_out(name: str, why: str, value: Any) -> str:
     return f"{name} must be left out with method specinfer, {why}; got {value!r}"
-
-
-def _layer_sentence(name: str, kind: str) -> str:
-    return (
-        "every attention layer must attend to the whole prefix for method specinfer; "
-        f"got {kind} in {name}"
-    )
-
-
-def _unsupported_kind(model: "ModelConfig") -> str | None:
-    if (kind := _unsupported_attention(model)) is not None:
-        return kind
-    if model.registry.is_text_generation_model(model.architectures, model):
-        return None
-    return "no text generation"
-
-
-def _unsupported_attention(model: "ModelConfig") -> str | None:
-    text_config = model.hf_text_config
-    layer_types = getattr(text_config, "layer_types", None) or ()
-    window = model.get_sliding_window()
-    checks = (
-        ("an encoder-decoder", model.is_encoder_decoder),
-        ("a pooling model", model.runner_type == "pooling"),
-        ("a diffusion model", model.is_diffusion),
-        # is_hybrid first: a hybrid also has an inner state.
-        ("a hybrid with recurrent layers", model.is_hybrid),
-        ("a recurrent state", model.has_inner_state and not model.is_hybrid),
-        ("no attention", model.is_attention_free),
-        ("MLA", model.use_mla or model.is_deepseek_mla),
-        (
-            f"a sliding window of {window}",
-            window is not None and (not layer_types or _SLIDING in layer_types),
-        ),
-        (
-            "chunked-local attention",
-            _CHUNKED in layer_types
-            or getattr(text_config, "attention_chunk_size", None) is not None,
-        ),
-        ("ALiBi", model.uses_alibi),
-        ("M-RoPE", model.uses_mrope),
-        ("bidirectional attention to images", model.is_mm_prefix_lm),
-    )
-    return next((kind for kind, holds in checks if holds), None)
-
-
-def eagle_type(model: "ModelConfig") -> str | None:
-    """The type of an EAGLE head by its architecture; None for all other models."""
-    head = _draft_head(model)
-    if head is None or "Eagle" not in head or "MTP" in head or head.startswith("PE"):
-        return None
-    return "eagle3" if "Eagle3" in head else "eagle"
-
-
-def _head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
-    """Why an EAGLE head cannot draft for this target, or None."""
-    from vllm.model_executor.models.interfaces import supports_eagle3
-
-    if (kind := _unsupported_attention(head)) is not None:
-        return (
-            f"the EAGLE head must have full attention for method specinfer; got {kind}"
-        )
-    config = head.hf_config
-    reads = getattr(config, "target_hidden_size", None) or head.get_hidden_size()
-    for name, ours, theirs in (
-        ("vocab_size", head.get_vocab_size(), target.get_vocab_size()),
-        ("target_hidden_size", reads, target.get_hidden_size()),
-    ):
-        if ours != theirs:
-            return (
-                f"the EAGLE head's {name} must be the target's {theirs}; got {ours} of "
-                f"{head.model!r}"
-            )
-    if eagle_type(head) == "eagle":
-        return None
-    model_cls, _ = target.registry.resolve_model_cls(target.architectures, target)
-    if not supports_eagle3(model_cls):
-        return (
-            "the target's model class must give its inner states to an EAGLE-3 head; "
-            f"got {model_cls.__name__}, which does not"
-        )
-    return None
-
-
-def _draft_head(model: "ModelConfig") -> str | None:
-    from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
-
-    for architecture in model.architectures:
-        if architecture in _SPECULATIVE_DECODING_MODELS:
-            return architecture
-    return None
-
-
-def _tokenizer_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
-    ours = _read_vocabulary(ssm.model, ssm.revision)
-    theirs = _read_vocabulary(target.tokenizer, target.tokenizer_revision)
-    if ours is None or theirs is None:
-        return None
-    (tokens, added), (target_tokens, target_added) = ours, theirs
-    # An instruction-tuned model may rename reserved tokens; that is harmless.
-    ids = (tokens.keys() | target_tokens.keys()) - added - target_added
-    num_different = sum(tokens.get(i) != target_tokens.get(i) for i in ids)
-    if num_different == 0:
-        return None
-    return (
-        f"the SSM's tokenizer must be the target's; got {num_different} different "
-        f"tokens in {ssm.model!r}"
-    )
-
-
-def _draft_vocab_reason(ssm: "ModelConfig") -> str | None:
-    from vllm_specinfer.draft_vocab import read_draft_vocab
-
-    try:
-        read_draft_vocab(ssm)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _read_vocabulary(
-    model: str, revision: str | None
-) -> tuple[dict[int, str], set[int]] | None:
-    """Token by id, and the ids of added tokens, from tokenizer.json if it is there."""
-    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-
-    try:
-        content = get_hf_file_to_dict("tokenizer.json", model, revision)
-        vocabulary = content["model"]["vocab"]
-        added = {token["id"] for token in content.get("added_tokens") or ()}
-    except (OSError, ValueError, KeyError, TypeError):
-        # No fast tokenizer to compare; vocab_size has been compared already.
-        return None
-    if isinstance(vocabulary, dict):
-        return {i: token for token, i in vocabulary.items()}, added
-    return {i: token for i, (token, *_) in enumerate(vocabulary)}, added

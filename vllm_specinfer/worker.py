@@ -13,7 +13,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOu
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
 
-from vllm_specinfer import refusals
+from vllm_specinfer import model_refusals, refusals
 from vllm_specinfer.device import is_host
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
@@ -114,7 +114,7 @@ class TreeWorker(Worker):
         """Load target and SSM, then refuse layers that cannot run trees."""
         super().load_model(*args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
-        refusals.refuse(refusals.layer_reason(layers.items()))
+        refusals.refuse(model_refusals.layer_reason(layers.items()))
         logger.info_once(
             "specinfer: %s; tree attention %s",
             self.vllm_config.speculative_config.summary,

@@ -107,7 +107,7 @@ def _check_engine_args(
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-    from vllm_specinfer import refusals
+    from vllm_specinfer import model_refusals, refusals
     from vllm_specinfer.config import worker_cls
     from vllm_specinfer.hooks import cuda_arguments
 
@@ -127,7 +127,7 @@ def _check_engine_args(
         refusals.cache_dtype_reason(
             cache_dtype, target_model_config, current_platform.is_cpu()
         ),
-        refusals.model_reason(target_model_config, "the target"),
+        model_refusals.model_reason(target_model_config, "the target"),
     ):
         refusals.refuse(reason)
 

@@ -1,0 +1,27 @@
+"""Whether a model is a draft head, by its architecture.
+
+Standard library only at import.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def eagle_type(model: "ModelConfig") -> str | None:
+    """The type of an EAGLE head by its architecture; None for all other models."""
+    head = draft_head(model)
+    if head is None or "Eagle" not in head or "MTP" in head or head.startswith("PE"):
+        return None
+    return "eagle3" if "Eagle3" in head else "eagle"
+
+
+def draft_head(model: "ModelConfig") -> str | None:
+    """The architecture of one of vLLM's draft heads; None for all other models."""
+    from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+    for architecture in model.architectures:
+        if architecture in _SPECULATIVE_DECODING_MODELS:
+            return architecture
+    return None
