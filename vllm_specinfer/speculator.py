@@ -107,8 +107,7 @@ class TreeSpeculator(DraftModelSpeculator):
         # Their kernels need Triton.
         from vllm_specinfer.drafting.ahead import AheadDrafter, can_draft_ahead
         from vllm_specinfer.drafting.ahead_steps import AheadSteps
-        from vllm_specinfer.drafting.device_trees import Texts
-        from vllm_specinfer.drafting.text_copies import TextCopies
+        from vllm_specinfer.drafting.text_copies import TextCopies, Texts
 
         requests, sources = self._req_states, self.sources
         texts = Texts(requests.all_token_ids.gpu, requests.total_len.gpu)

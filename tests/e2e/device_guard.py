@@ -120,7 +120,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     from vllm_specinfer import model_state
     from vllm_specinfer.attention import cuda as attention
     from vllm_specinfer.commit import cuda as commit
-    from vllm_specinfer.drafting import device_trees, ssm
+    from vllm_specinfer.drafting import ssm, tree_graphs
     from vllm_specinfer.verify import device_sampler, sampler
 
     guard = DeviceGuard()
@@ -156,7 +156,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
         for module, name in (
             (device_sampler, "verify_draws"),
             (device_sampler, "walk_trees"),
-            (device_trees, "coupled_children"),
+            (tree_graphs, "coupled_children"),
             (attention, "tree_attention"),
             (commit, "commit_paths"),
             (ssm, "set_forward_context"),

@@ -37,8 +37,7 @@ def run(
 def one_that_ended(device: str) -> dict[tuple, float]:
     """What followed in two past texts, one of which ended there."""
     from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
-    from vllm_specinfer.drafting.device_trees import Texts
-    from vllm_specinfer.drafting.text_copies import TextCopies
+    from vllm_specinfer.drafting.text_copies import TextCopies, Texts
 
     tokens = torch.tensor([[7, 1, 2, 3], [1, 2, 3, 4], [5, 1, 2, 3]], dtype=torch.int32)
     lengths = torch.full((3,), 4, dtype=torch.int32)
@@ -53,9 +52,8 @@ def one_that_ended(device: str) -> dict[tuple, float]:
 
 def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
     """What the device and the host find each time: paths and their log chances."""
-    from vllm_specinfer.drafting.device_trees import Texts
     from vllm_specinfer.drafting.suffix import Suffixes
-    from vllm_specinfer.drafting.text_copies import TextCopies
+    from vllm_specinfer.drafting.text_copies import TextCopies, Texts
     from vllm_specinfer.options import SuffixSource
 
     rng = np.random.default_rng(seed)
@@ -105,9 +103,8 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
 
 def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
     """What both find each time: depth, parent, token and log chance of each node."""
-    from vllm_specinfer.drafting.device_trees import Texts
     from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
-    from vllm_specinfer.drafting.text_copies import TextCopies
+    from vllm_specinfer.drafting.text_copies import TextCopies, Texts
     from vllm_specinfer.options import NgramSource
 
     rng = np.random.default_rng(seed)

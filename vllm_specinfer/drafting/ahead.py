@@ -17,10 +17,11 @@ from vllm.config import VllmConfig
 
 from vllm_specinfer.device import StagedBuffers, read_later
 from vllm_specinfer.drafting.children import DraftRows
-from vllm_specinfer.drafting.device_trees import Texts, TreeGraphs, TreeInputs
 from vllm_specinfer.drafting.graphs import Captured, captured, graph_sizes
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
+from vllm_specinfer.drafting.text_copies import Texts
+from vllm_specinfer.drafting.tree_graphs import TreeGraphs, TreeInputs
 from vllm_specinfer.kernels.triton.trees import best_trees
 from vllm_specinfer.kernels.triton.union import Union
 from vllm_specinfer.tree.device_draws import DrawBuffers, rows_of

@@ -25,7 +25,8 @@ from vllm_specinfer.scheduling.predictor import (
 from vllm_specinfer.tree.token_tree import num_words
 
 if TYPE_CHECKING:
-    from vllm_specinfer.drafting.device_trees import DeviceTrees, Texts
+    from vllm_specinfer.drafting.device_trees import DeviceTrees
+    from vllm_specinfer.drafting.text_copies import Texts
 
 
 class NeuralSource:

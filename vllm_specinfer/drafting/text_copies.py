@@ -3,14 +3,23 @@
 Dimension legend: S request slots, R requests.
 """
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from vllm_specinfer.kernels.triton.texts import catch_up
 
-if TYPE_CHECKING:
-    from vllm_specinfer.drafting.device_trees import Texts
+
+class Texts(NamedTuple):
+    """The texts of all slots, on the device.
+
+    Attributes:
+        tokens: [S, max_model_len] int32.
+        lengths: [S] int32.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
 
 
 class TextCopies:
@@ -21,7 +30,7 @@ class TextCopies:
         tokens: [S, max_model_len] int32 of the copies.
     """
 
-    def __init__(self, texts: "Texts") -> None:
+    def __init__(self, texts: Texts) -> None:
         """Nothing is copied yet."""
         self.texts = texts
         device = texts.tokens.device
