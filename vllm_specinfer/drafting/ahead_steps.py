@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import Once, stage
 from vllm_specinfer.drafting.ahead import AheadDrafter, Found
-from vllm_specinfer.drafting.rows import root_rows
+from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet, first_source
 from vllm_specinfer.drafting.target_states import TargetStates
@@ -324,7 +324,7 @@ class AheadSteps:
             slots=roles.prompts,
             num_tokens=roles.ends,
             growing=none,
-            roots=root_rows(self._sampler.sampling_states, none, none),
+            roots=DraftRows.of_roots(self._sampler.sampling_states, none, none),
             all_token_ids=self._prompts,
             decodes_only=False,
             tests_draws=False,
@@ -379,7 +379,9 @@ class AheadSteps:
         budget, ssms, num_reqs = self._budget, self._sources.ssms, len(slots)
         before = np.sum([source.work for source in ssms], axis=0)
         # The positions of roots are the device's.
-        roots = root_rows(self._sampler.sampling_states, slots, np.zeros(num_reqs, int))
+        roots = DraftRows.of_roots(
+            self._sampler.sampling_states, slots, np.zeros(num_reqs, int)
+        )
         wait = self._drafter.launch(slots, num_new, roots, states)
         rows, levels = np.sum([source.work for source in ssms], axis=0) - before
         self._clock.lap(

@@ -12,17 +12,23 @@ will be verified:
 Draws come from the `NUM_CANDIDATES` likeliest tokens, renormalised: q is whatever the
 draws are made from, and so little of it is all that a test needs to remember.
 
-Dimension legend: F rows of one level, M likeliest tokens of each, K children.
+Dimension legend: R requests, F rows of one level, M likeliest tokens of each, K
+children.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_specinfer.noise import DRAFT_NOISE_SALT, gumbel_noise, uniform
 from vllm_specinfer.options import MAX_NUM_SPECULATIVE_TOKENS
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
+from vllm_specinfer.tree.token_tree import ROOT
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 NUM_CANDIDATES = 128
 
@@ -59,6 +65,28 @@ class DraftRows:
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
+
+    @classmethod
+    def of_roots(
+        cls, sampling: "SamplingStates", slots: np.ndarray, positions: np.ndarray
+    ) -> "DraftRows":
+        """The roots of trees.
+
+        Args:
+            sampling: vLLM's sampling parameters of all slots.
+            slots: [R] request slots.
+            positions: [R] of the roots.
+        """
+        return cls(
+            seeds=sampling.seeds.np[slots],
+            roots=positions,
+            depths=np.zeros(len(slots), np.int64),
+            nodes=np.full(len(slots), ROOT),
+            temperatures=sampling.temperature.np[slots],
+            top_k=sampling.top_k.np[slots],
+            top_p=sampling.top_p.np[slots],
+            min_p=sampling.min_p.np[slots],
+        )
 
     def below(self, rows: np.ndarray, depth: int, nodes: np.ndarray) -> "DraftRows":
         """Rows of the same trees deeper down: `rows` [F'] choose among the roots."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_specinfer.device import read, stage, token_rows
-from vllm_specinfer.drafting.rows import root_rows
+from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.scheduling.budget import Budget
@@ -180,7 +180,9 @@ class HostSteps:
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
-            roots=root_rows(self._sampling, slots[growing], num_tokens[growing] - 1),
+            roots=DraftRows.of_roots(
+                self._sampling, slots[growing], num_tokens[growing] - 1
+            ),
             all_token_ids=token_rows(requests.all_token_ids),
             decodes_only=known
             and not started
