@@ -27,7 +27,12 @@ from vllm_specinfer.device import Once, stage
 from vllm_specinfer.drafting.ahead import AheadDrafter, Found
 from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.source import DraftStep
-from vllm_specinfer.drafting.sources import Decision, SourceSet, first_source
+from vllm_specinfer.drafting.sources import (
+    Decision,
+    SourceSet,
+    first_source,
+    ssm_work,
+)
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.device_clock import DeviceClock
@@ -377,13 +382,13 @@ class AheadSteps:
     ) -> Callable[[], Found]:
         """Launch SSMs and lookups, timed."""
         budget, ssms, num_reqs = self._budget, self._sources.ssms, len(slots)
-        before = np.sum([source.work for source in ssms], axis=0)
+        before = ssm_work(ssms)
         # The positions of roots are the device's.
         roots = DraftRows.of_roots(
             self._sampler.sampling_states, slots, np.zeros(num_reqs, int)
         )
         wait = self._drafter.launch(slots, num_new, roots, states)
-        rows, levels = np.sum([source.work for source in ssms], axis=0) - before
+        rows, levels = np.subtract(ssm_work(ssms), before)
         self._clock.lap(
             lambda seconds: budget.observe_draft(
                 num_reqs, int(rows), int(levels), seconds, follows=True

@@ -309,21 +309,16 @@ class SourceSet:
         return self._budget.drafts(len(least), unread, known)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
-        (rows, levels), started = self._ssm_work(), time.perf_counter()
+        (rows, levels), started = ssm_work(self.ssms), time.perf_counter()
         begun = [source.begin(step, least) for source in self.ssms]
         proposals = [wait() for wait in begun]
         if step.decodes_only:
             spent = time.perf_counter() - started
-            all_rows, all_levels = self._ssm_work()
+            all_rows, all_levels = ssm_work(self.ssms)
             self._budget.observe_draft(
                 len(step.growing), all_rows - rows, all_levels - levels, spent
             )
         return proposals
-
-    def _ssm_work(self) -> tuple[int, int]:
-        """Rows of all SSMs so far, and their passes over levels."""
-        rows, levels = zip(*(source.work for source in self.ssms), strict=True)
-        return sum(rows), sum(levels)
 
     def _given_by_source(
         self,
@@ -397,3 +392,9 @@ class SourceSet:
 def first_source(given: np.ndarray) -> np.ndarray:
     """[..., N] the first source of each node, by the scores [..., Q, N] they gave."""
     return np.isfinite(given).argmax(axis=-2)
+
+
+def ssm_work(ssms: Sequence[NeuralSource]) -> tuple[int, int]:
+    """Rows of these SSMs so far, and their passes over levels."""
+    rows, levels = zip(*(source.work for source in ssms), strict=True)
+    return sum(rows), sum(levels)
