@@ -212,7 +212,8 @@ class AheadDrafter:
     ) -> Captured:
         """Lookups, and trees of these requests from them and what SSMs have grown."""
         ends = [source.on_device.ends for source in self._lookups]
-        ends += [of_source.growth.ends for of_source in graphs]
+        growths = [of_source.growth for of_source in graphs]
+        ends += [growth.ends for growth in growths]
         union_of = Union(ends, self.buffers.tokens.device).of
 
         def finish() -> tuple[torch.Tensor, ...]:
@@ -220,8 +221,13 @@ class AheadDrafter:
                 source.on_device.find(inputs.slots, inputs.grows)
                 for source in self._lookups
             ] + [
-                cut(DeviceCandidates.grown(of_source.growth), source.num_nodes)
-                for source, of_source in zip(self._ssms, graphs, strict=False)
+                cut(
+                    DeviceCandidates(
+                        growth.tokens, growth.parents.long(), growth.scores, growth.ends
+                    ),
+                    source.num_nodes,
+                )
+                for source, growth in zip(self._ssms, growths, strict=False)
             ]
             union, columns = union_of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)

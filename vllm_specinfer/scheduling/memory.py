@@ -10,11 +10,13 @@ import logging
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.cache import cache_folder, cpu
-from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.ranks import is_first_rank, of_first_rank
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.sources import SourceSet
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ SAVE_STEPS = 500
 class BudgetMemory:
     """What the sources of one engine have learned, and the file of it."""
 
-    def __init__(self, file: Path, sources: SourceSet) -> None:
+    def __init__(self, file: Path, sources: "SourceSet") -> None:
         """Start the sources from what is in the first rank's file, if anything is."""
         self._file, self._sources = file, sources
         self._num_steps = 0

@@ -8,14 +8,16 @@ a level per request, K draws per row, M candidates of each, G rows of trees.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_specinfer.drafting.device_growth import Level
 from vllm_specinfer.tree.on_device import DeviceTree
 from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW
 from vllm_specinfer.tree.token_tree import ROOT
+
+if TYPE_CHECKING:
+    from vllm_specinfer.drafting.device_growth import Level
 
 FLOAT64_BYTES = 8
 
@@ -135,7 +137,7 @@ class DrawBuffers:
 
 
 def rows_of(
-    level: Level, columns: torch.Tensor, first: int, tree: DeviceTree
+    level: "Level", columns: torch.Tensor, first: int, tree: DeviceTree
 ) -> torch.Tensor:
     """[R, F] rows of the trees that a level's nodes have become, N + 1 for none.
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, WORD_BITS, num_words
 
 if TYPE_CHECKING:
@@ -36,11 +35,6 @@ class DeviceCandidates(NamedTuple):
     parents: torch.Tensor
     scores: torch.Tensor
     ends: Sequence[int]
-
-    @classmethod
-    def grown(cls, growth: DeviceGrowth) -> "DeviceCandidates":
-        """What a source proposes."""
-        return cls(growth.tokens, growth.parents.long(), growth.scores, growth.ends)
 
 
 class DeviceTree(NamedTuple):
