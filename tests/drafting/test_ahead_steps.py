@@ -36,7 +36,7 @@ class Chosen(Budget):
 
     def __init__(self):
         self.steps, self.drafts_timed, self.chances, self.unread = [], [], [], []
-        self.known = []
+        self.known, self.expected = [], []
 
     def grows(self, num_reqs):
         return self.grow
@@ -45,8 +45,10 @@ class Chosen(Budget):
         self.unread.append(unread)
         return self.draft
 
-    def nodes(self, num_reqs, most, asks=True):
-        return min(self.size if asks else self.size_of_lookups, most)
+    def nodes(self, chances, most, asks=True):
+        self.expected.append(chances)
+        sizes = np.full(len(chances), self.size if asks else self.size_of_lookups)
+        return np.minimum(sizes, most)
 
     def observe_step(self, rows, seconds, trees):
         self.steps.append((rows, trees))
@@ -266,11 +268,52 @@ def test_all_requests_get_rows_for_the_usual_tree(steps):
     assert np.isfinite(given).tolist() == [[True, False, False], [False, True, False]]
     assert [ssm.read for ssm in steps.sources.ssms] == [[(3, 23), (0, 20)]] * 2
     ((scores, num_nodes, asks),) = steps.budget.chances
-    assert scores.shape == (2, NODES) and num_nodes == 2 and asks
+    assert scores.shape == (2, NODES) and num_nodes.tolist() == [2, 2] and asks
     assert not steps.budget.known
     assert [steps.trees.num_nodes(slot) for slot in (3, 0)] == [3, 0]
     assert steps.trees.sources_of_nodes()(3, [0, 1, 2]) == [0, 1, 0]
     assert steps.trees.sources_of_nodes()(0, []) == []
+
+
+def test_each_request_gets_rows_for_a_tree_of_its_own(steps):
+    steps.budget.size = np.array([3, 0, 1])
+    _, stats = draft(steps, a_batch([3, 1, 0]))
+    assert steps.sizes == {"r3": 3, "r0": 1}
+    steps.count()
+    # The last request's tree has no node; the other two are as in `Drafter`.
+    assert stats.reasons == {"r1": BUDGET, "r0": NO_CANDIDATES}
+    assert stats.drafted == {"one": 2, "two": 1}
+    assert steps.trees.parents() == {"r3": [ROOT, 0, 1], "r1": [], "r0": [NO_NODE]}
+    steps.lessons.learn()
+    assert steps.sources.notes[1][0].tolist() == [NO_NODE] * NODES
+    assert not np.isfinite(steps.sources.notes[1][1]).any()
+    ((_, num_nodes, _),) = steps.budget.chances
+    assert num_nodes.tolist() == [3, 0, 1]
+
+
+def test_what_the_budget_expects_of_a_request_is_what_its_trees_were(steps):
+    for slots in ([3, 0], [3, 0], [0, 3]):
+        draft(steps, a_batch(slots))
+        steps.lessons.learn()
+    start(steps, 0)
+    draft(steps, a_batch([3, 0, 1]))
+    unknown, early, late, last = steps.budget.expected
+    likely = np.exp(np.float32([-0.1, -0.2, -0.3]))
+    assert np.isnan(unknown).all()
+    # A tree of no node, once, had been the second request's.
+    assert early == pytest.approx(np.array([likely, 0 * likely]))
+    assert late == pytest.approx(np.array([0 * likely, likely]))
+    assert last[0] == pytest.approx(likely * 2 / 3)
+    assert np.isnan(last[1:]).all()
+
+
+def test_what_is_heard_late_of_a_request_is_not_expected_of_the_next(steps):
+    draft(steps, a_batch([3, 0]))
+    start(steps, 3)
+    steps.lessons.learn()
+    draft(steps, a_batch([3, 0]))
+    assert np.isnan(steps.budget.expected[1][0]).all()
+    assert not np.isnan(steps.budget.expected[1][1]).any()
 
 
 @pytest.mark.parametrize("change", [start, AheadSteps.leave])
@@ -414,7 +457,7 @@ def test_lookups_go_on_without_ssms(steps, size):
     assert lookup.read == [(3, 23), (0, 20)]
     assert stats.reasons == ({} if size else {"r3": BUDGET, "r0": BUDGET})
     ((_, num_nodes, asks),) = steps.budget.chances
-    assert (num_nodes, asks) == (size, False)
+    assert num_nodes.tolist() == [size, size] and not asks
     (known,) = steps.budget.known
     assert known.tolist() == np.float32([[-0.1, -0.2, NONE]] * 2).tolist()
     assert not steps.sources.ssms[0].read

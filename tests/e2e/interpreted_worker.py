@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms.cpu import CpuPlatform
@@ -30,7 +31,7 @@ from vllm_specinfer.cpu_worker import SpecInferCPUWorker
 from vllm_specinfer.device import Moment
 
 # Nodes of the trees that `changing_budgets` gives.
-SIZES = (5, 1, 0, 8, 2)
+SIZES = (5, 1, 0, 0, 8, 2, 3)
 
 
 class InterpretedBackend(CUDATreeAttentionBackend):
@@ -224,13 +225,17 @@ def named() -> Iterator[list[str]]:
 
 @contextmanager
 def changing_budgets() -> Iterator[None]:
-    """Static budgets ask SSMs in two of four steps, and give trees all sizes."""
+    """Static budgets ask SSMs in two of four steps, and give each tree another size."""
     from vllm_specinfer.scheduling.budget import Budget
 
     asks, sizes = itertools.cycle([True, True, False, False]), itertools.cycle(SIZES)
+
+    def nodes(self: Budget, chances: np.ndarray, *_: Any) -> np.ndarray:
+        return np.array([next(sizes) for _ in chances])
+
     with (
         mock.patch.object(Budget, "drafts", lambda *_, **__: next(asks)),
-        mock.patch.object(Budget, "nodes", lambda *_, **__: next(sizes)),
+        mock.patch.object(Budget, "nodes", nodes),
     ):
         yield
 

@@ -161,7 +161,7 @@ def test_verification_runs_in_full_graphs_whatever_the_trees(outputs) -> None:
     decoding = [step["rows"] for step in steps if not step["prefills"]]
     assert outputs[2]["passes"].count("verification") == len(decoding) > 50
     # Of one and two requests, with all nodes, some, and none.
-    assert {1, 2, 3, 4, 6, 9, 12, 18} & set(decoding) >= {2, 4, 12, 18}
+    assert set(decoding) >= {1, 2, 3, 9, 12, 18}
 
 
 def test_all_blocks_are_given_back(outputs) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_specinfer.scheduling.budget import (
+    CAUTION,
     LOST_IN_TRIES,
     PAYBACK_STEPS,
     PLAIN_STEPS,
@@ -210,10 +211,12 @@ def test_all_levels_and_nodes_of_a_static_budget_pay():
 @pytest.mark.parametrize("num_reqs", [1, 5])
 def test_trees_that_nobody_has_seen_get_the_usual_ones_best_number(slope, num_reqs):
     budget = a_budget(10e-3, slope, 1e-3)
-    assert budget.nodes(num_reqs, 8) == 8  # nothing is known of trees
+    unknown = np.full((num_reqs, 8), np.nan)
+    assert (budget.nodes(unknown, 8) == 8).all()  # nothing is known of trees
     usual = np.array([0.8, 0.6, 0.45, 0.3, 0.2, 0.12, 0.06, 0.02])
     for _ in range(50):
-        budget.observe_chances(np.log(np.tile(usual, (num_reqs, 1))), 8)
+        scores = np.log(np.tile(usual, (num_reqs, 1)))
+        budget.observe_chances(scores, np.full(num_reqs, 8))
     # All drafts cost the same: only verification's rows decide.
     drafting = budget._draft_seconds(num_reqs)
     rates = [
@@ -221,8 +224,38 @@ def test_trees_that_nobody_has_seen_get_the_usual_ones_best_number(slope, num_re
         for k in range(1, 9)
     ]
     # The fitted line and caution are a little off: so may be the number of nodes.
-    assert abs(budget.nodes(num_reqs, 8) - 1 - int(np.argmax(rates))) <= 1
-    assert budget.nodes(num_reqs, 2) == min(2, budget.nodes(num_reqs, 8))
+    (size,) = set(budget.nodes(unknown, 8).tolist())
+    assert abs(size - 1 - int(np.argmax(rates))) <= 1
+    assert budget.nodes(unknown, 2).tolist() == [min(2, size)] * num_reqs
+
+
+def test_nodes_go_to_the_requests_whose_trees_were_right():
+    budget = a_budget(10e-3, 1e-3, 1e-3, num_nodes=4)
+    usual = np.array([0.6, 0.3, 0.2, 0.1])
+    chances = np.array([usual, usual / 4, usual * 1.4, usual])
+    budget.observe_chances(np.log(chances), np.full(4, 4))
+    seen = budget.least_score(np.log(chances), drafted=True)
+    expected = (np.log(chances) >= seen).sum(axis=1)
+    assert budget.nodes(chances, 4).tolist() == expected.tolist()
+    assert expected[2] > expected[0] == expected[3] > expected[1]
+    # What is expected of the third request is not known: the usual.
+    profile = budget.learned()["profile"]
+    chances[2] = np.nan
+    known = np.where(np.isnan(chances), profile, chances)
+    assert (budget.nodes(chances, 4) == budget.nodes(known, 4)).all()
+
+
+def test_what_drafting_has_cost_is_spent_whatever_is_verified():
+    """The best step is that of the most tokens per second of drafting, too."""
+    budget = a_budget(10e-3, 1e-3, 5e-3)
+    chances = np.array([[0.5, 0.3, 0.16, 0.12, 0.09, 0.07, 0.05, 0.03]])
+    least = budget.least_score(np.log(chances), drafted=True)
+    drafting = budget._draft_seconds(1)
+    rates = [
+        (1 + CAUTION * chances[0, :n].sum()) / (drafting + 10e-3 + 1e-3 * (1 + n))
+        for n in range(9)
+    ]
+    assert np.exp(least) == pytest.approx(chances[0, int(np.argmax(rates)) - 1])
 
 
 def test_all_ranks_go_by_seconds_that_they_agree_on():
@@ -243,16 +276,19 @@ def test_all_ranks_go_by_seconds_that_they_agree_on():
 
 def test_lookups_that_nobody_has_seen_get_what_pays_for_them():
     budget = a_budget(10e-3, 1e-3, 1e-3)
-    assert budget.nodes(1, 8, asks=False) == 8  # nothing is known of them
+    unknown = np.full((1, 8), np.nan)
+    assert budget.nodes(unknown, 8, asks=False) == 8  # nothing is known of them
     good, bad = np.full((1, 8), -np.inf), np.full((1, 8), -np.inf)
     good[0, :2], bad[0, 0] = np.log(0.9), np.log(0.01)
     budget.observe_known(good)
-    assert budget.nodes(1, 8, asks=False) == 2 and budget.nodes(1, 1, asks=False) == 1
+    assert budget.nodes(unknown, 8, asks=False) == 2
+    assert budget.nodes(unknown, 1, asks=False) == 1
     for _ in range(300):
         budget.observe_known(bad)
-    assert budget.nodes(1, 8, asks=False) == 0
+    assert budget.nodes(unknown, 8, asks=False) == 0
+    assert budget.nodes(np.exp(good), 8, asks=False) == 2
     # What they find, and its chances, are no SSM's.
-    budget.observe_chances(good, 2, asks=False)
+    budget.observe_chances(good, np.array([2]), asks=False)
     assert budget.learned()["profile"] is None
 
 
@@ -260,7 +296,7 @@ def test_ssms_must_bring_more_than_lookups_that_nobody_has_seen():
     budget = a_budget(10e-3, 0.1e-3, 1e-3)
     chances = np.full((1, 8), -np.inf)
     chances[0, :2] = np.log(0.9)
-    budget.observe_chances(chances, 8)
+    budget.observe_chances(chances, np.array([8]))
     assert budget.drafts(1)
     budget.observe_known(chances)
     assert not budget.drafts(1)
@@ -271,7 +307,7 @@ def test_chances_heard_of_late_are_those_seen_in_time():
     for chance in (0.6, 0.3):
         scores = np.log([[chance, *[0.01] * 7], [0.2, *[0.02] * 7]])
         early.least_score(scores, drafted=True)
-        late.observe_chances(scores, 8)
+        late.observe_chances(scores, np.array([8, 8]))
     assert late.learned()["profile"] == early.learned()["profile"]
 
 

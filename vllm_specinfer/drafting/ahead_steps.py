@@ -37,6 +37,7 @@ from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.device_clock import DeviceClock
 from vllm_specinfer.scheduling.lessons import IN_FLIGHT, Lessons
+from vllm_specinfer.scheduling.request_chances import RequestChances
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
     MEASURING,
@@ -102,19 +103,21 @@ class AheadTrees:
     Attributes:
         found: Waits for what has been drafted.
         slots: [R] for whom.
-        num_rows: Nodes of each tree that have rows.
+        sizes: [R] nodes of each tree that have rows.
     """
 
-    def __init__(self, found: Callable[[], Found], roles: Roles, num_rows: int) -> None:
+    def __init__(
+        self, found: Callable[[], Found], roles: Roles, sizes: np.ndarray
+    ) -> None:
         """Wait for nothing yet.
 
         Args:
             found: Waits for what has been drafted.
             roles: For whom.
-            num_rows: Nodes of each tree that have rows.
+            sizes: [R] nodes of each tree that have rows.
         """
         self.found = Once(found)
-        self.slots, self.num_rows = roles.slots, num_rows
+        self.slots, self.sizes = roles.slots, sizes
         self._req_ids = roles.req_ids
         self._places = {slot: i for i, slot in enumerate(roles.slots.tolist())}
 
@@ -130,19 +133,22 @@ class AheadTrees:
 
     def parents(self) -> dict[str, list[int]]:
         """Of the nodes that have rows, by request; `NO_NODE` behind the last one."""
-        parents = self.found().parents[:, : self.num_rows].tolist()
-        return dict(zip(self._req_ids, parents, strict=True))
+        rows = zip(self._req_ids, self.found().parents, self.sizes, strict=True)
+        return {req_id: parents[:size].tolist() for req_id, parents, size in rows}
+
+    @property
+    def has_row(self) -> np.ndarray:
+        """[R, N] bool; also of places that hold no node."""
+        return np.arange(self.found().parents.shape[1]) < self.sizes[:, None]
 
     def count(self, names: Sequence[str], stats: WorkerStats) -> None:
         """Nodes by source, and who has none."""
-        found, num_rows = self.found(), self.num_rows
-        is_node = found.is_node
-        first = first_source(found.given)[:, :num_rows][is_node[:, :num_rows]]
+        found = self.found()
+        first = first_source(found.given)[found.is_node & self.has_row]
         counts = np.bincount(first).tolist()
         stats.drafted.update(dict(zip(names, counts, strict=False)))
-        if num_rows:
-            empty = np.flatnonzero(~is_node.any(axis=1)).tolist()
-            stats.reasons = {self._req_ids[i]: NO_CANDIDATES for i in empty}
+        empty = np.flatnonzero((self.sizes > 0) & ~found.is_node.any(axis=1)).tolist()
+        stats.reasons |= {self._req_ids[i]: NO_CANDIDATES for i in empty}
 
 
 class AheadSteps:
@@ -194,6 +200,11 @@ class AheadSteps:
         # [2, S] how many requests have come to each slot and gone.
         self._changes = np.zeros((2, len(num_computed)), np.int64)
         self._any_started = False
+        # Of trees that SSMs were asked for, and of lookups alone.
+        self._chances, self._known = (
+            RequestChances(len(num_computed), drafter.buffers.tokens.shape[1])
+            for _ in range(2)
+        )
         self.stop()
 
     def leave(self, slot: int) -> None:
@@ -204,6 +215,8 @@ class AheadSteps:
         """A request starts in a slot; it has no tree."""
         self._changes[COME, slot] += 1
         self._any_started = True
+        self._chances.start(slot)
+        self._known.start(slot)
         prompt = request.prefill_token_ids
         self._prompts[slot, : len(prompt)] = prompt
         if self.sizes:
@@ -269,24 +282,25 @@ class AheadSteps:
             return decided
         self._lessons.end_step()
         self._draft_none()
-        num_nodes = 0
+        sizes = np.zeros(len(roles.slots), int)
         looks_up = decided.grows and self._sources.lookups
         if len(roles.slots) and (decided.asks or looks_up):
-            num_nodes = self._budget.nodes(len(roles.slots), most, decided.asks)
+            chances = self._chances if decided.asks else self._known
+            sizes = self._budget.nodes(chances.of(roles.slots), most, decided.asks)
             found = self._launched(roles, num_new, states, decided.asks)
-            self.trees = trees = AheadTrees(found, roles, num_nodes)
+            self.trees = trees = AheadTrees(found, roles, sizes)
             self.count = Once(lambda: trees.count(self._names, stats))
             changes = self._changes[:, roles.slots]
             self._lessons.add(lambda: self._learn(trees, changes, decided.asks))
         if not decided.asks:
             for source in self._sources.ssms:
                 source.ssm.kv.fall_behind(batch.idx_mapping_np)
-        self.sizes = {}
-        if num_nodes:
-            self.sizes = dict.fromkeys(roles.req_ids, num_nodes)
-        else:
-            reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
-            stats.reasons = dict.fromkeys(roles.req_ids, reason)
+        self.sizes = dict(zip(roles.req_ids, sizes.tolist(), strict=True))
+        reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
+        for req_id, size in list(self.sizes.items()):
+            if not size:
+                stats.reasons[req_id] = reason
+                del self.sizes[req_id]
         return self._drafter.buffers.tokens[batch.idx_mapping]
 
     def plan(self, batch: InputBatch) -> DevicePlan | None:
@@ -404,7 +418,7 @@ class AheadSteps:
             changes: [2, R] how many requests had come to their slots and gone.
             asks: The SSMs were asked.
         """
-        found, slots, num_nodes = trees.found(), trees.slots, trees.num_rows
+        found, slots, has_row = trees.found(), trees.slots, trees.has_row
         same = self._changes[:, slots] == changes
         alive = np.flatnonzero(same.all(axis=0)).tolist()
         tokens, lookups = self._tokens(), self._sources.lookups
@@ -418,14 +432,17 @@ class AheadSteps:
             for i in alive:
                 slot = int(slots[i])
                 source.ssm.kv.has_read(slot, int(found.lengths[i]), tokens[slot])
-        for slot, parents, given in zip(
-            slots.tolist(), found.parents.copy(), found.given.copy(), strict=True
-        ):
-            # Nodes without a row were never tested.
-            parents[num_nodes:] = NO_NODE
-            given[:, num_nodes:] = -np.inf
-            self._sources.note_found(slot, parents, given)
-        self._budget.observe_chances(found.scores, num_nodes, asks)
+        # Nodes without a row were never tested.
+        parents = np.where(has_row, found.parents, NO_NODE)
+        given = np.where(has_row[:, None], found.given, -np.inf)
+        for slot, *of_tree in zip(slots.tolist(), parents, given, strict=True):
+            self._sources.note_found(slot, *of_tree)
+        self._budget.observe_chances(found.scores, trees.sizes, asks)
+        come = same[COME]
+        if asks:
+            self._chances.observe(slots[come], found.scores[come])
         if lookups:
             known = found.given[:, : len(lookups)].max(axis=1)
-            self._budget.observe_known(-np.sort(-known, axis=1))
+            known = -np.sort(-known, axis=1)
+            self._budget.observe_known(known)
+            self._known.observe(slots[come], known[come])

@@ -98,24 +98,25 @@ class Budget:
         """Of expanding nodes, in this step; nothing costs anything."""
         return Worth()
 
-    def nodes(self, num_reqs: int, most: int, asks: bool = True) -> int:
-        """So many nodes each of R trees gets that nobody has seen yet.
+    def nodes(self, chances: np.ndarray, most: int, asks: bool = True) -> np.ndarray:
+        """[R] how many nodes each of R trees gets that nobody has seen yet.
 
         Args:
-            num_reqs: R.
+            chances: [R, N] what is expected of the requests' nodes, best first; NaN
+                where nothing is.
             most: No more than these.
             asks: The SSMs are asked; otherwise all nodes are lookups'.
         """
-        return most
+        return np.full(len(chances), most)
 
     def observe_chances(
-        self, scores: np.ndarray, num_nodes: int, asks: bool = True
+        self, scores: np.ndarray, num_nodes: np.ndarray, asks: bool = True
     ) -> None:
         """What such trees turned out to be.
 
         Args:
             scores: [R, N] log of the chances, best first; -inf where there is no node.
-            num_nodes: So many of them had rows.
+            num_nodes: [R] so many of them had rows.
             asks: As in `nodes`.
         """
 
@@ -235,10 +236,9 @@ class LoadBudget(Budget):
     ) -> bool:
         if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
             return True
-        rate, _ = self._usual_tree(num_reqs)
-        rate_without, _ = self._known_tree(num_reqs)
+        rate, rate_without = self._usual_rate(num_reqs), self._known_rate(num_reqs)
         if known is not None:
-            tokens, seconds, _ = self._worth(num_reqs, known)
+            tokens, seconds, _ = self._worth(known)
             rate_without = tokens / (num_reqs * seconds)
         lost = 1 - rate / rate_without
         plain = self._step.seconds(num_reqs)
@@ -262,34 +262,23 @@ class LoadBudget(Budget):
         """What trees cost and bring."""
         return self._profile.value is not None and self._step.known
 
-    def _usual_tree(self, num_reqs: int) -> tuple[float, int]:
-        """Tokens per second and request of the best trees, and how many nodes they
-        have, where all of R are of the usual chances."""
-        drafting = self._draft_seconds(num_reqs)
-        return self._best_tree(num_reqs, self._profile, drafting, (0.0, 0))
+    def _usual_rate(self, num_reqs: int) -> float:
+        """Tokens per second and request of the best trees, where all of R are of the
+        usual chances."""
+        return self._best_rate(num_reqs, self._profile, self._draft_seconds(num_reqs))
 
-    def _known_tree(self, num_reqs: int) -> tuple[float, int]:
+    def _known_rate(self, num_reqs: int) -> float:
         """The same of lookups alone, without nodes where that is best."""
-        plain = 1 / self._step.seconds(num_reqs), 0
+        plain = 1 / self._step.seconds(num_reqs)
         if self._known.value is None:
             return plain
-        return self._best_tree(num_reqs, self._known, 0.0, plain)
+        return max(plain, self._best_rate(num_reqs, self._known, 0.0))
 
-    def _best_tree(
-        self,
-        num_reqs: int,
-        profile: "Average",
-        drafting: float,
-        best: tuple[float, int],
-    ) -> tuple[float, int]:
-        tokens = 1.0
+    def _best_rate(self, num_reqs: int, profile: "Average", drafting: float) -> float:
+        tokens = 1 + CAUTION * np.cumsum(profile.value)
         rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
-        costs = self._step.seconds_of(rows, 1.0)
-        chances = profile.value.tolist()
-        for count, (chance, seconds) in enumerate(zip(chances, costs, strict=True), 1):
-            tokens += CAUTION * chance
-            best = max(best, (tokens / (seconds + drafting), count))
-        return best
+        seconds = np.array(self._step.seconds_of(rows, 1.0)) + drafting
+        return float((tokens / seconds).max())
 
     def _reading_seconds(self, rows: int) -> float:
         """What catching up with so many tokens costs."""
@@ -315,26 +304,30 @@ class LoadBudget(Budget):
             self._draft.marginal(0, 1) * rate,
         )
 
-    def nodes(self, num_reqs: int, most: int, asks: bool = True) -> int:
-        """As many as the usual trees are best with."""
+    def nodes(self, chances: np.ndarray, most: int, asks: bool = True) -> np.ndarray:
+        """As `least_score` would; where nothing is known of a request, the usual."""
         profile = self._profile if asks else self._known
         if profile.value is None or not self._step.known:
-            return most
-        tree = self._usual_tree if asks else self._known_tree
-        return min(tree(num_reqs)[1], most)
+            return super().nodes(chances, most, asks)
+        expected = np.where(np.isnan(chances), profile.value, chances)[:, :most]
+        with np.errstate(divide="ignore"):
+            scores = np.log(expected)
+        drafting = self._draft_seconds(len(chances)) if asks else 0.0
+        *_, least = self._worth(scores, drafting)
+        return (scores >= least).sum(axis=1)
 
     def observe_chances(
-        self, scores: np.ndarray, num_nodes: int, asks: bool = True
+        self, scores: np.ndarray, num_nodes: np.ndarray, asks: bool = True
     ) -> None:
         """As `least_score`, which has seen the trees in time."""
         num_reqs, chances = len(scores), np.exp(scores)
         if asks:
             self._profile.observe(chances.sum(axis=0) / num_reqs, num_reqs)
         if self._step.known:
-            tokens = num_reqs + CAUTION * float(chances[:, :num_nodes].sum())
-            seconds = self._step.seconds(
-                num_reqs * (num_nodes + 1), float(num_nodes > 0)
-            )
+            has_row = np.arange(chances.shape[1]) < num_nodes[:, None]
+            tokens = num_reqs + CAUTION * float(chances[has_row].sum())
+            rows = num_reqs + int(num_nodes.sum())
+            seconds = self._step.seconds(rows, float(rows > num_reqs))
             drafting = self._draft_seconds(num_reqs) if asks else 0.0
             self._note_rate(tokens / (seconds + drafting))
 
@@ -354,30 +347,33 @@ class LoadBudget(Budget):
             self._profile.observe(mean, num_reqs)
         if not self._step.known:
             return -np.inf
-        tokens, seconds, least = self._worth(num_reqs, best)
         drafting = self._draft_seconds(num_reqs) if drafted else 0.0
-        self._note_rate(tokens / (seconds + drafting))
+        tokens, seconds, least = self._worth(best, drafting)
+        self._note_rate(tokens / seconds)
         return least
 
-    def _worth(self, num_reqs: int, scores: np.ndarray) -> tuple[float, float, float]:
+    def _worth(
+        self, scores: np.ndarray, drafting: float = 0.0
+    ) -> tuple[float, float, float]:
         """The best step for R requests that have these candidates.
 
         Args:
-            num_reqs: R.
-            scores: Of the candidates, -inf where there is none.
+            scores: [R, C] log of the chances, -inf where there is no candidate.
+            drafting: Seconds that drafting them takes, whatever becomes of them.
 
         Returns:
-            The tokens that it is expected to bring, its seconds, and the score of its
-            last node; infinity where no node is worth its row.
+            The tokens that it is expected to bring, its seconds with drafting, and the
+            score of its last node; infinity where no node is worth its row.
         """
-        tokens, seconds = float(num_reqs), self._step.seconds(num_reqs)
+        num_reqs = len(scores)
+        tokens, seconds = float(num_reqs), self._step.seconds(num_reqs) + drafting
         best = tokens, seconds, np.inf
         found = sorted(scores[np.isfinite(scores)].tolist(), reverse=True)
         rows = range(num_reqs + 1, num_reqs + len(found) + 1)
         costs = self._step.seconds_of(rows, 1.0)
         pairs = pairwise([*found, -np.inf])
-        for (score, following), seconds in zip(pairs, costs, strict=True):
-            tokens += CAUTION * math.exp(score)
+        for (score, following), cost in zip(pairs, costs, strict=True):
+            tokens, seconds = tokens + CAUTION * math.exp(score), cost + drafting
             if score == following:
                 continue  # what is equal is admitted together
             if tokens * best[1] > best[0] * seconds:
