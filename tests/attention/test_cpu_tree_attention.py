@@ -217,7 +217,9 @@ class Batch:
                 out.append(torch.einsum("hs,shd->hd", weights, value))
         return torch.stack(out)
 
-    def run(self, kernel=tree_attention, softcap=0.0, sinks=None, num_words=None):
+    def run(
+        self, kernel=tree_attention, softcap=0.0, sinks=None, num_words=None, window=0
+    ):
         """[rows, H, D]: the kernel's output, NaN where it wrote nothing."""
         rows = self.tree_rows(num_words)
         out = torch.full_like(self.query, torch.nan)
@@ -235,6 +237,7 @@ class Batch:
             self.isa,
             self.k_scale,
             self.v_scale,
+            window,
         )
         return out
 
@@ -455,6 +458,31 @@ def test_sinks(kernel):
     sinks = torch.linspace(-2, 6, batch.query.shape[1])
     out = batch.run(kernel, sinks=sinks)
     assert_close(out, batch.expected(sinks=sinks))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [64, 65, 100, 1000])
+def test_a_window_begins_in_the_context(kernel, dtype, window):
+    requests = [
+        Request(700, random_parents(12, 4)),
+        Request(20, random_parents(7, 6)),
+        Request(window - 1, chain(9)),
+        Request(300, random_parents(60, 5), rows=[0, 30, 59]),
+    ]
+    batch = Batch(requests, dtype)
+    assert_close(batch.run(kernel, window=window), batch.expected(window=window))
+
+
+def test_requests_with_the_same_first_blocks_have_windows_of_their_own():
+    requests = [Request(600, random_parents(8, seed)) for seed in range(3)]
+    batch = Batch(requests, shared={1: (0, 16), 2: (0, 16)})
+    assert_close(batch.run(window=130), batch.expected(window=130))
+
+
+def test_a_window_that_could_end_among_the_nodes_is_refused():
+    with pytest.raises(RuntimeError, match="window must be 0 or at least 128; got 127"):
+        Batch([Request(300, chain(70))]).run(window=127)
 
 
 @pytest.mark.parametrize("window", [0, 3, 40])

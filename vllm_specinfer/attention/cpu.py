@@ -255,6 +255,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             layer.isa,
             layer._k_scale_float,
             layer._v_scale_float,
+            max(self.sliding_window, 0),
         )
         return output
 

@@ -21,6 +21,13 @@ struct Batch {
   const bool* is_tree;
   int64_t table_row;  // stride
   int num_reqs, num_kv_heads, group, head_size, block_size;
+  int window;  // the last positions of its path that a row sees, 0 for all
+
+  // The first position that some row of a request sees, or one a little before it.
+  int first_seen(int req) const {
+    if (!window) return 0;
+    return std::max(context_lens[req] - window, 0) / kSplitUnit * kSplitUnit;
+  }
 };
 
 // The running softmax of M rows over one KV split.
@@ -79,7 +86,7 @@ inline std::vector<Sharing> find_sharing(const Batch& s, std::vector<int>& reqs)
   int group_rows = 0;
   for (int i = 0; i < (int)reqs.size(); ++i) {
     const int r = reqs[i];
-    if (!found.empty()) {
+    if (!found.empty() && !s.window) {
       Sharing& group = found.back();
       const int leader = reqs[group.first];
       const int most = std::min(full(leader), full(r));
@@ -111,13 +118,17 @@ inline Plan make_plan(const Batch& s) {
   if (reqs.empty()) return plan;
   const std::vector<Sharing> groups = find_sharing(s, reqs);
 
+  // Where the positions begin that a request reads alone.
+  auto own_begin = [&](int r, const Sharing& group) {
+    return std::max(group.shared, s.first_seen(r));
+  };
   double work = 0;  // row-positions, and one more row for reading the KV
   std::vector<int> group_queries;
   for (const Sharing& group : groups) {
     int& sum = group_queries.emplace_back(0);
     for (int i = group.first; i < group.first + group.count; ++i) {
       sum += queries(reqs[i]);
-      work += (queries(reqs[i]) + 1.0) * (s.seq_lens[reqs[i]] - group.shared);
+      work += (queries(reqs[i]) + 1.0) * (s.seq_lens[reqs[i]] - own_begin(reqs[i], group));
     }
     work += (sum + 1.0) * group.shared;
   }
@@ -160,7 +171,8 @@ inline Plan make_plan(const Batch& s) {
       const int first = units.size();
       for (int i = begin; i < begin + count; ++i) {
         const int r = reqs[i], rows = queries(r) * s.group;
-        const int own = s.seq_lens[r] - shared, wanted = items_of(queries(r), own);
+        const int own = s.seq_lens[r] - own_begin(r, groups[g]);
+        const int wanted = items_of(queries(r), own);
         // Splits of rows need no joining but read the KV again: only of many rows.
         const int row_splits =
             shared ? 1 : std::clamp(wanted, 1, std::max(1, rows / kSplitRows));
@@ -175,8 +187,8 @@ inline Plan make_plan(const Batch& s) {
       }
       if (shared) split(first, units.size() - first, 0, shared, shared_splits, 0);
       for (int u = first; u < (int)units.size(); ++u)
-        split(u, 1, shared, s.seq_lens[units[u].req], units[u].count - shared_splits,
-              shared_splits);
+        split(u, 1, own_begin(units[u].req, groups[g]), s.seq_lens[units[u].req],
+              units[u].count - shared_splits, shared_splits);
     }
   }
   return plan;

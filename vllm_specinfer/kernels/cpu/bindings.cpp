@@ -22,7 +22,7 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
                     const Tensor& seq_lens, const Tensor& is_tree,
                     const Tensor& context_lens, const Tensor& ancestor_bits,
                     double scale, double softcap, const std::optional<Tensor>& sinks,
-                    double k_scale, double v_scale, bool in_tiles) {
+                    double k_scale, double v_scale, int64_t window, bool in_tiles) {
   const int64_t R = is_tree.size(0), D = query.size(2);
   const auto type = query.scalar_type();
   for (const Tensor* t : {&block_table, &query_start_loc, &seq_lens, &context_lens})
@@ -55,12 +55,15 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
               " of ", kv_cache.size(1), "; got ", query.size(1));
   TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
               "sinks must be contiguous float32");
+  TORCH_CHECK(window == 0 || window >= 64 * ancestor_bits.size(1),
+              "window must be 0 or at least ", 64 * ancestor_bits.size(1), "; got ",
+              window);
   const tree::Batch batch{
       block_table.const_data_ptr<int32_t>(), query_start_loc.const_data_ptr<int32_t>(),
       seq_lens.const_data_ptr<int32_t>(), context_lens.const_data_ptr<int32_t>(),
       is_tree.const_data_ptr<bool>(), block_table.stride(0), (int)R,
       (int)kv_cache.size(1), (int)(query.size(1) / kv_cache.size(1)), (int)D,
-      (int)kv_cache.size(2)};
+      (int)kv_cache.size(2), (int)window};
   auto run_on = [&]<template <class> class M, class T, class K>(T* output,
                                                                 const K* cache) {
     tree::Step<T, K, M> step{

@@ -65,6 +65,16 @@ inline uint32_t visible(const int64_t* words, int num_words, int position,
   return (uint32_t)(bits << lead) | ((1u << lead) - 1);
 }
 
+// Bit i is set where i >= n.
+inline uint32_t from(int n) { return n <= 0 ? ~0u : n < 32 ? ~0u << n : 0; }
+
+// Rows on the path that ends with this one, its root's included.
+inline int path_length(const int64_t* words, int num_words) {
+  int count = 0;
+  for (int w = 0; w < num_words; ++w) count += __builtin_popcountll(words[w]);
+  return count;
+}
+
 template <class T, class K, template <class> class M>
 void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State state,
             typename M<K>::Factor* query) {
@@ -108,6 +118,8 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
     const auto keys = s.keys(page, offset), values = s.values(page, offset);
     // Never where there are several units: those end before any request's tree.
     const bool masked = t + n > context || n < width;
+    // A window is longer than any path of a tree: it begins in the context.
+    const bool leaves = s.window && t < context + 64 * s.num_words - s.window;
 
     for (int g = 0; g < groups; ++g) {
       const int m0 = item.rows * g / groups;
@@ -118,11 +130,13 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
         if (s.softcap)
           for (int i = 0; i < width; i += kLanes)
             store(x + i, tanh(load(x + i) * unscaled) * (s.softcap * log2e));
-        if (masked) {
+        if (masked || leaves) {
           const int row = first_row + (leader.begin_row + m0 + r) / s.group;
           const int64_t* words = s.ancestor_bits + row * s.bits_row;
+          const int left =
+              s.window ? context + path_length(words, s.num_words) - s.window - t : 0;
           for (int i = 0; i < width; i += kLanes) {
-            int bits = visible(words, s.num_words, t + i, context);
+            int bits = visible(words, s.num_words, t + i, context) & from(left - i);
             store(x + i, ((IVec{} + bits) >> lane & 1) != 0 ? load(x + i)
                                                             : splat(-INFINITY));
           }

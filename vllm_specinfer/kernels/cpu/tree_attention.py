@@ -25,6 +25,7 @@ def tree_attention(
     isa: str = "vec",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = 0,
 ) -> None:
     """Attend the tree rows of a step; other rows of `out` stay as they are.
 
@@ -43,6 +44,11 @@ def tree_attention(
         isa: `layer.isa`, which decides the cache's arrangement.
         k_scale: What the cache's K are to be multiplied by.
         v_scale: What its V are to be multiplied by.
+        window: How many last positions of its path a row sees, 0 for all; at least 64
+            for each word of `tree.ancestor_bits`.
+
+    Raises:
+        RuntimeError: An argument is not as above.
     """
     layout = page_layout(isa, kv_cache.dtype, kv_cache.shape[2], query.shape[2])
     kernels = extension.load() if layout.is_known else None
@@ -61,6 +67,7 @@ def tree_attention(
             isa,
             k_scale,
             v_scale,
+            window,
         )
         return
     kernels.tree_attention(
@@ -78,6 +85,7 @@ def tree_attention(
         sinks,
         k_scale,
         v_scale,
+        window,
         layout.in_tiles,
     )
 
@@ -96,6 +104,7 @@ def tree_attention_ref(
     isa: str = "vec",
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int = 0,
 ) -> None:
     """`tree_attention` in plain torch, float32 inside, for every cache layout."""
     block_size = kv_cache.shape[2]
@@ -120,4 +129,5 @@ def tree_attention_ref(
         scale,
         softcap,
         sinks,
+        window,
     )
