@@ -26,6 +26,14 @@ def config(mode=CUDAGraphMode.NONE, sizes=None):
         ),
         speculative_config=SimpleNamespace(num_speculative_tokens=8),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
+        cache_config=SimpleNamespace(sliding_window=64),
+    )
+
+
+def model_config(window=None, layer_types=None):
+    return SimpleNamespace(
+        hf_text_config=SimpleNamespace(layer_types=layer_types),
+        get_sliding_window=lambda: window,
     )
 
 
@@ -45,6 +53,22 @@ def test_on_a_cpu_the_kernels_of_linear_layers_pad():
     assert row_sizes(config(), target, CPU) == [*range(1, 13), 16, 24, 32]
 
 
+@pytest.mark.parametrize(
+    ("layer_types", "window"),
+    [
+        (None, 128),
+        (["sliding_attention"], 128),
+        # These tell each layer.
+        (["sliding_attention", "full_attention"], None),
+    ],
+)
+def test_an_ssm_has_its_own_window(layer_types, window):
+    made = config()
+    with loading._window_of(model_config(128, layer_types), made):
+        assert made.cache_config.sliding_window == window
+    assert made.cache_config.sliding_window == 64
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_ssms_stay_on_the_device_whatever_of_the_target_does_not(monkeypatch, fails):
     class Offloader(NoopOffloader):
@@ -58,7 +82,7 @@ def test_ssms_stay_on_the_device_whatever_of_the_target_does_not(monkeypatch, fa
 
     offloader, seen, made = Offloader(), [], config()
     made.speculative_config = SimpleNamespace(
-        ssm_model_configs=["a config"],
+        ssm_model_configs=[model_config()],
         num_speculative_tokens=8,
         sources=[SSMSource("an SSM")],
         tree=BestFirstTree(4, 4),

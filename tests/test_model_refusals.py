@@ -93,7 +93,6 @@ MROPE = LLAMA | {
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (MISTRAL, "a sliding window of 64"),
         (LLAMA | {"attention_chunk_size": 64}, "chunked-local attention"),
         (DEEPSEEK, "MLA"),
         (MAMBA, "a recurrent state"),
@@ -106,12 +105,12 @@ MROPE = LLAMA | {
 )
 def test_target_without_full_causal_attention_is_refused(refusal, config, kind):
     assert refusal(target=config).startswith(
-        "the target must be a causal language model with full attention for method "
-        f"specinfer; got {kind} ({config['architectures'][0]})"
+        "the target must be a causal language model with full or sliding-window "
+        f"attention for method specinfer; got {kind} ({config['architectures'][0]})"
     )
 
 
-@pytest.mark.parametrize("config", [MISTRAL, DEEPSEEK, MAMBA, BLOOM])
+@pytest.mark.parametrize("config", [DEEPSEEK, MAMBA, BLOOM])
 def test_ssm_without_full_causal_attention_is_refused(refusal, config):
     assert refusal(ssm=config).startswith("the SSM must be a causal language model")
 
@@ -126,7 +125,7 @@ def test_draft_heads_are_eagle_heads_or_refused(refusal):
     [
         (LLAMA, {"vocab_size": 48}, "the EAGLE head's vocab_size must be"),
         (LLAMA, {"hidden_size": 128}, "the EAGLE head's target_hidden_size must be"),
-        (LLAMA, {"sliding_window": 16}, "the EAGLE head must have full attention"),
+        (LLAMA, {"attention_chunk_size": 64}, "the EAGLE head must have full or"),
         (GPT2, {}, "the target's model class must give its inner states"),
     ],
 )
@@ -135,8 +134,8 @@ def test_an_eagle_head_must_fit_the_target(refusal, target, head, sentence):
     assert refusal(target=target, ssm=head).startswith(sentence)
 
 
-@pytest.mark.parametrize("config", [QWEN2, MISTRAL | {"sliding_window": None}])
-def test_a_sliding_window_that_is_off_is_accepted(config, tmp_path):
+@pytest.mark.parametrize("config", [QWEN2, MISTRAL, MISTRAL | {"sliding_window": None}])
+def test_sliding_windows_are_accepted(config, tmp_path):
     from vllm.config import ModelConfig
 
     model = ModelConfig(write_model(tmp_path, config), skip_tokenizer_init=True)
@@ -293,9 +292,6 @@ def test_a_model_vllm_cannot_draft_with_is_refused(refusal, config):
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
-        ({"sliding_window": 64}, "sliding window 64"),
-        ({"impl": SimpleNamespace(sliding_window=64)}, "sliding window 64"),
-        ({"impl": SimpleNamespace(sliding_window=(63, 0))}, "sliding window"),
         ({"impl": SimpleNamespace(alibi_slopes=[1.0])}, "ALiBi"),
         ({"attention_chunk_size": 64}, "chunked-local attention"),
         ({"attn_type": "encoder_only"}, "encoder_only attention"),
@@ -304,12 +300,26 @@ def test_a_model_vllm_cannot_draft_with_is_refused(refusal, config):
     ],
 )
 def test_a_layer_that_its_config_did_not_show_is_refused(layer, kind):
-    reason = model_refusals.layer_reason([("layers.0", SimpleNamespace(**layer))])
+    reason = model_refusals.layer_reason([("layers.0", SimpleNamespace(**layer))], 8)
     assert f"got {kind}" in reason and "layers.0" in reason
 
 
-@pytest.mark.parametrize("window", [None, -1, (-1, -1)])
-def test_a_layer_without_a_window_is_accepted(window):
+def window_reason(window, num_nodes):
     impl = SimpleNamespace(sliding_window=window, alibi_slopes=None)
     layer = SimpleNamespace(sliding_window=None, impl=impl)
-    assert model_refusals.layer_reason([("layers.0", layer)]) is None
+    return model_refusals.layer_reason([("layers.0", layer)], num_nodes)
+
+
+@pytest.mark.parametrize("window", [None, -1, (-1, -1), 64, (63, 0)])
+def test_a_layer_whose_window_holds_a_tree_is_accepted(window):
+    assert window_reason(window, 63) is None
+
+
+@pytest.mark.parametrize(("window", "num_nodes"), [(63, 8), ((62, 0), 8), (127, 64)])
+def test_a_window_that_may_end_inside_a_tree_is_refused(window, num_nodes):
+    least = 64 if num_nodes == 8 else 128
+    window_in_tokens = window if isinstance(window, int) else 63
+    assert window_reason(window, num_nodes) == (
+        f"sliding windows must hold at least {least} tokens with "
+        f"num_speculative_tokens {num_nodes}; got {window_in_tokens} in layers.0"
+    )

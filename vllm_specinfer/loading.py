@@ -52,7 +52,7 @@ def load_sources(
             lookups.append(lookup_source(source, max_num_reqs, num_nodes))
             continue
         number, config = len(ssms), next(configs)
-        with _not_offloaded():
+        with _not_offloaded(), _window_of(config, vllm_config):
             if eagle_type(config) is None:
                 ssm = _load_ssm(vllm_config, config, device, f"ssm{number}")
             else:
@@ -139,6 +139,23 @@ def _not_offloaded() -> Iterator[None]:
         yield
     finally:
         set_offloader(offloader)
+
+
+@contextmanager
+def _window_of(model_config: ModelConfig, vllm_config: VllmConfig) -> Iterator[None]:
+    """Layers that are built get this model's sliding window, not the target's.
+
+    As in vLLM (vllm/engine/arg_utils.py), for models all of whose layers have one.
+    """
+    cache_config = vllm_config.cache_config
+    of_target = cache_config.sliding_window
+    kinds = getattr(model_config.hf_text_config, "layer_types", None) or ()
+    every = all(kind == "sliding_attention" for kind in kinds)
+    cache_config.sliding_window = model_config.get_sliding_window() if every else None
+    try:
+        yield
+    finally:
+        cache_config.sliding_window = of_target
 
 
 def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig:

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.draft_heads import draft_head, eagle_type
+from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-_SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
 
 
@@ -21,8 +21,9 @@ def model_reason(model: "ModelConfig", role: str) -> str | None:
     """
     if (kind := _unsupported_kind(model)) is not None:
         return (
-            f"{role} must be a causal language model with full attention for method "
-            f"specinfer; got {kind} ({', '.join(model.architectures)})"
+            f"{role} must be a causal language model with full or sliding-window "
+            f"attention for method specinfer; got {kind} "
+            f"({', '.join(model.architectures)})"
         )
     return None
 
@@ -38,7 +39,8 @@ def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
 
     if (kind := _unsupported_attention(head)) is not None:
         return (
-            f"the EAGLE head must have full attention for method specinfer; got {kind}"
+            "the EAGLE head must have full or sliding-window attention for method "
+            f"specinfer; got {kind}"
         )
     config = head.hf_config
     reads = getattr(config, "target_hidden_size", None) or head.get_hidden_size()
@@ -62,7 +64,7 @@ def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
     return None
 
 
-def layer_reason(layers: Iterable[tuple[str, Any]]) -> str | None:
+def layer_reason(layers: Iterable[tuple[str, Any]], num_nodes: int) -> str | None:
     """Why a built model's attention layers cannot run trees, or None.
 
     Configs do not always show these; the layers do.
@@ -70,14 +72,19 @@ def layer_reason(layers: Iterable[tuple[str, Any]]) -> str | None:
     Args:
         layers: Name and layer pairs, as in
             ``compilation_config.static_forward_context.items()``.
+        num_nodes: Most nodes of a tree.
     """
+    # A window begins before the tree: the kernels do not look for it among the nodes.
+    least_window = WORD_BITS * num_words(num_nodes + 1)
     for name, layer in layers:
         impl = getattr(layer, "impl", None)
         for holder in (layer, impl):
-            window = getattr(holder, "sliding_window", None)
-            # Backends spell "no window" as None, -1 or (-1, -1).
-            if window not in (None, -1, (-1, -1)):
-                return _layer_sentence(name, f"sliding window {window}")
+            window = _window_of(holder)
+            if window is not None and window < least_window:
+                return (
+                    f"sliding windows must hold at least {least_window} tokens with "
+                    f"num_speculative_tokens {num_nodes}; got {window} in {name}"
+                )
             if getattr(holder, "alibi_slopes", None) is not None:
                 return _layer_sentence(name, "ALiBi")
             if getattr(holder, "attention_chunk_size", None) is not None:
@@ -89,6 +96,15 @@ def layer_reason(layers: Iterable[tuple[str, Any]]) -> str | None:
         if hasattr(layer, "mamba_type"):
             return _layer_sentence(name, "a recurrent state")
     return None
+
+
+def _window_of(holder: Any) -> int | None:
+    """The sliding window of an attention layer or its implementation, in tokens."""
+    window = getattr(holder, "sliding_window", None)
+    if isinstance(window, tuple):
+        window = window[0] + 1  # tokens before the row's own
+    # Backends spell "no window" as None, -1 or (-1, -1).
+    return None if window in (None, -1, 0) else window
 
 
 def _fit_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
@@ -121,7 +137,6 @@ def _unsupported_kind(model: "ModelConfig") -> str | None:
 def _unsupported_attention(model: "ModelConfig") -> str | None:
     text_config = model.hf_text_config
     layer_types = getattr(text_config, "layer_types", None) or ()
-    window = model.get_sliding_window()
     checks = (
         ("an encoder-decoder", model.is_encoder_decoder),
         ("a pooling model", model.runner_type == "pooling"),
@@ -131,10 +146,6 @@ def _unsupported_attention(model: "ModelConfig") -> str | None:
         ("a recurrent state", model.has_inner_state and not model.is_hybrid),
         ("no attention", model.is_attention_free),
         ("MLA", model.use_mla or model.is_deepseek_mla),
-        (
-            f"a sliding window of {window}",
-            window is not None and (not layer_types or _SLIDING in layer_types),
-        ),
         (
             "chunked-local attention",
             _CHUNKED in layer_types

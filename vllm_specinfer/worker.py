@@ -114,7 +114,13 @@ class TreeWorker(Worker):
         """Load target and SSM, then refuse layers that cannot run trees."""
         super().load_model(*args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
-        refusals.refuse(model_refusals.layer_reason(layers.items()))
+        num_nodes = self.vllm_config.speculative_config.num_speculative_tokens
+        refusals.refuse(model_refusals.layer_reason(layers.items(), num_nodes))
+        for layer in layers.values():
+            # What a layer attends by is its implementation's. vLLM would give blocks
+            # behind a window to others; the block table is the SSMs', too.
+            if getattr(layer, "sliding_window", None) is not None:
+                layer.sliding_window = None
         logger.info_once(
             "specinfer: %s; tree attention %s",
             self.vllm_config.speculative_config.summary,

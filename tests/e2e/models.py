@@ -78,6 +78,8 @@ GROUPED = {"num_key_value_heads": 2}
 FAMILIES = {
     "falcon": {"multi_query": True, "new_decoder_architecture": False},
     "gemma": {"head_dim": 32, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 32, **GROUPED, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 32, **GROUPED, "tie_word_embeddings": True},
     "gpt2": {"tie_word_embeddings": True},
     "gptj": {"rotary_dim": 16},
     "llama": GROUPED,
@@ -92,7 +94,7 @@ FAMILIES = {
 def tiny_model(
     family: str, seed: int, scale: float = 3, **overrides: object
 ) -> PreTrainedModel:
-    """A random model of any family that transformers knows, with 96 positions.
+    """A random model of any family that transformers knows, by default of 96 positions.
 
     Args:
         family: Its `model_type`.

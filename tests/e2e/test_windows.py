@@ -1,0 +1,75 @@
+"""Sliding windows: the text is that of plain decoding, long behind where they begin."""
+
+import pytest
+
+from tests.e2e import engine
+from tests.e2e.models import fit_head, tiny_model
+from tests.e2e.test_greedy import GREEDY, job, prompt
+
+WINDOW, POSITIONS = 64, 224
+PROMPTS = [prompt(length, length) for length in (1, 33, 100, 150)]
+PARAMS = [
+    {**GREEDY, "temperature": 0.7 * (i % 2), "seed": i, "max_tokens": POSITIONS}
+    for i in range(len(PROMPTS))
+]
+LONG = {"max_position_embeddings": POSITIONS}
+WITH_WINDOW = {**LONG, "sliding_window": WINDOW}
+# Target and SSM, and what is special about either. Gemma's layers take turns.
+PAIRS = {
+    "mistral": ("mistral", {}, WITH_WINDOW),
+    "gemma2": ("llama", {"scale": 2}, LONG),
+    "gemma3_text": ("mistral", {"scale": 2, "sliding_window_pattern": 2}, WITH_WINDOW),
+    # The target's window is not the SSM's.
+    "phi3": ("llama", {}, LONG),
+}
+
+
+def jobs(family, folder):
+    """Plain decoding and trees, and plain decoding that sees everything."""
+    ssm_family, of_target, of_ssm = PAIRS[family]
+    ssm = tiny_model(ssm_family, seed=1, num_hidden_layers=1, **of_ssm)
+    both = {"params": PARAMS, "prompts": PROMPTS, "max_model_len": POSITIONS}
+    paths = [str(folder / f"{family}-{name}") for name in ("target", "ssm", "whole")]
+    target = tiny_model(family, seed=0, **WITH_WINDOW, **of_target)
+    fit_head(ssm, target)
+    target.save_pretrained(paths[0])
+    ssm.save_pretrained(paths[1])
+    target.config.sliding_window = POSITIONS
+    target.save_pretrained(paths[2])
+    return {
+        "plain": {**job(paths[:2], **both), "plain_v2": True},
+        "tree": job(paths[:2], {"tree": "4,2,2"}, **both),
+        "auto": job(
+            paths[:2], {"scheduler": "auto"}, enable_chunked_prefill=True, **both
+        ),
+        "ngram": job(paths[:2], {"model": "ngram"}, **both),
+        "whole": {**job(paths[2:] + paths[1:2], **both), "plain_v2": True},
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    runs = {
+        (family, name): run
+        for family in PAIRS
+        for name, run in jobs(family, folder).items()
+    }
+    found = engine.run(list(runs.values()), TORCHDYNAMO_DISABLE="1")
+    return dict(zip(runs, found, strict=True))
+
+
+@pytest.mark.parametrize("family", PAIRS)
+@pytest.mark.parametrize("name", ["tree", "auto", "ngram"])
+def test_the_text_is_plain_decodings_behind_a_window(results, family, name):
+    plain, found = results[family, "plain"], results[family, name]
+    assert found["tokens"] == plain["tokens"]
+    assert [len(t) for (t,) in plain["tokens"]] == [POSITIONS - len(p) for p in PROMPTS]
+    assert found["free_blocks"] == found["blocks"] - 1
+    if name == "tree":
+        assert found["accepted"] > 0.2 * found["drafts"] and found["branches"] > 10
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_windows_matter(results, family):
+    assert results[family, "whole"]["tokens"] != results[family, "plain"]["tokens"]
