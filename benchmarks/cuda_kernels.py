@@ -414,7 +414,7 @@ def plot(rows: list[dict[str, float]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print(f"{path.name} needs matplotlib: pip install 'vllm-specinfer[plot]'")
+        print(f"{path.name} needs matplotlib: pip install matplotlib")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

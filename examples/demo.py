@@ -60,7 +60,7 @@ def main() -> None:
         # None of the prompts: a text that has been seen is looked up.
         llm.generate("Why is the sky blue?", params, use_tqdm=False)
     counts = spec_counts(tree)
-    rows = []
+    rows, texts = [], []
     for i, prompt in enumerate(prompts):
         times, outputs = [], []
         for llm in (plain, tree) if i % 2 == 0 else (tree, plain):
@@ -78,6 +78,7 @@ def main() -> None:
         same = outputs[0].token_ids == outputs[1].token_ids
         num_tokens = [len(o.token_ids) for o in outputs]
         rates = [n / t for n, t in zip(num_tokens, times, strict=True)]
+        texts.append(outputs[1].text)
         rows.append((same, *rates, 1 + accepted / max(steps, 1)))
         print(
             f"prompt {i}: {'identical' if same else 'DIFFERENT'}, {num_tokens[1]} "
@@ -86,7 +87,7 @@ def main() -> None:
         )
     for llm in (plain, tree):
         llm.llm_engine.engine_core.shutdown()
-    print(f"\nfirst answer: {outputs[1].text[:400]!r}\n")
+    print(f"\nfirst answer: {texts[0][:400]!r}\n")
     print(f"{sum(r[0] for r in rows)} of {len(rows)} texts identical")
     speedup = statistics.median(r[2] / r[1] for r in rows)
     print(

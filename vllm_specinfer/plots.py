@@ -13,7 +13,7 @@ def pyplot_for(file: Path) -> Any | None:
     try:
         import matplotlib
     except ImportError:
-        print(f"{file.name} needs matplotlib: pip install 'vllm-specinfer[plot]'")
+        print(f"{file.name} needs matplotlib: pip install matplotlib")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -72,7 +72,7 @@ def tree_attention_reason(choice: str) -> str | None:
     except Exception as error:  # built for another torch, it fails as it likes
         return (
             "tree_attention must be auto without a working xformers "
-            f"(pip install 'vllm-specinfer[xformers]'); got {choice}, {error!r}"
+            f"(pip install xformers); got {choice}, {error!r}"
         )
     return None
 
