@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
-from vllm_specinfer.tuning.data import Sample, read_prompts, read_samples
+from vllm_specinfer.tuning.data import Sample, prepare, read_prompts, read_samples
 from vllm_specinfer.tuning.model import IGNORED, Windows, collate, windows_hit
 from vllm_specinfer.tuning.settings import PoolSettings, open_folder
 
@@ -301,6 +302,17 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
     assert cli.main(command(target, tmp_path / "full")) == 1
     assert "must be empty or begun before" in capsys.readouterr().err
     assert not read_samples(tmp_path / "full")
+
+
+def test_two_prompts_must_have_continuations(target, tokenizer, tmp_path):
+    settings = PoolSettings(*target, max_prompts=2)
+    first, second = read_prompts(Path(settings.prompts), tokenizer)[:2]
+    samples = [{"prompt": first, "answer": [1]}, {"prompt": second, "answer": []}]
+    open_folder(tmp_path, settings, [])
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (tmp_path / "samples.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match="must continue at least two .* got 1"):
+        prepare(tmp_path, settings, [], tokenizer)
 
 
 def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):

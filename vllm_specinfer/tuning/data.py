@@ -60,6 +60,11 @@ def prepare(
         )
     open_folder(out, settings, command)
     samples = [s for s in generate(out, settings, prompts) if s.answer]
+    if len(samples) < 2:
+        raise ValueError(
+            f"the target must continue at least two prompts of {settings.prompts}, one "
+            f"of them for validation; got {len(samples)} continuations"
+        )
     held_out = max(1, round(len(samples) * settings.validation))
     validation, training = samples[:held_out], samples[held_out:]
     counts = collections.Counter(t for s in training for t in s.answer)
