@@ -11,7 +11,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
-from vllm_specinfer.options import BestFirstTree, ExpansionTree
+from vllm_specinfer.drafting.suffix import Suffixes
+from vllm_specinfer.options import BestFirstTree, ExpansionTree, SuffixSource
 from vllm_specinfer.scheduling.budget import Budget, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.lessons import Lessons
@@ -242,7 +243,8 @@ def test_an_empty_tree_has_a_reason(chance, budget, reason):
 
 def test_what_is_learned_of_made_up_requests_is_forgotten():
     """vLLM's warm-up: its steps compile kernels, its texts are nobody's."""
-    lookup, budget = Chain([5, 6], 0.1), LoadBudget(3)
+    suffixes, budget = Suffixes(SuffixSource(max_tokens=100), 1, 3), LoadBudget(3)
+    lookup = LookupSource(suffixes)
     lookup.predictor = Predictor()
     sources = SourceSet([lookup], [Chain([1, 2], 0.9)], SHAPE, 3, budget)
     before, states = sources.learned(), copy.deepcopy(vars(budget))
@@ -255,6 +257,10 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
             lessons.add(lambda: budget.observe_draft(1, 2, 2, 7.0))
             lookup.calibration.observe(2.0, 0)
             lookup.predictor.guesses.start(3)
+            for text in np.arange(9), np.array([1, 2, 3]):
+                lookup.start(0, None)
+                found = suffixes.find(0, text)
+            assert found
             assert sources.learned() != before
             return "times"
 
@@ -267,5 +273,6 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     assert worker.compile_or_warm_up_model() == "times"
     lessons.learn()
     assert sources.learned() == before
+    assert not suffixes.find(0, np.array([1, 2, 3]))
     assert budget._plain_steps == states["_plain_steps"] == 0
     assert budget.grows(1) is LoadBudget(3).grows(1)

@@ -143,6 +143,7 @@ class SourceSet:
             for learner, state in zip(learners, before, strict=True):
                 learner.clear()
                 learner.update(state)
+            self.forget()
 
     def drop_graphs(self) -> None:
         """Forget what was captured: it was over another KV cache."""
