@@ -2,7 +2,14 @@
 
 import csv
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import pytest
+
+from vllm_specinfer.evidence import served
 from vllm_specinfer.evidence.bench import BenchSettings
 from vllm_specinfer.evidence.served import bench_served, flags
 
@@ -33,6 +40,30 @@ def test_a_server_answers_all_prompts(tiny, tmp_path, monkeypatch):
     # The warm-up is not among them.
     generated = [line.split()[-1] for line in log if "Total generated" in line]
     assert generated == [str(PROMPTS * MAX_TOKENS)]
+
+
+def test_a_server_that_does_not_stop_is_killed(tmp_path, monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def stubborn(command, **options):
+        code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)"
+        started.append(popen([sys.executable, "-c", code], **options))
+        return started[0]
+
+    def answers(process, url, log):
+        time.sleep(1)  # until it ignores the signal
+        raise ValueError("does not answer")
+
+    monkeypatch.setattr(subprocess, "Popen", stubborn)
+    monkeypatch.setattr(served, "_wait", answers)
+    monkeypatch.setattr(served, "STOP_SECONDS", 0.1)
+    settings = BenchSettings("target", {}, [], [1])
+    with (
+        pytest.raises(ValueError, match="does not answer"),
+        served._server(tmp_path, settings, None, [[1]], 1),
+    ):
+        pass
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_engine_arguments_become_flags():

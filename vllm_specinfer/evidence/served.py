@@ -30,7 +30,7 @@ from vllm_specinfer.evidence.measured import PLAIN, Cell
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.tuning.settings import write_json
 
-START_SECONDS = 600
+START_SECONDS, STOP_SECONDS = 600, 60
 MEASURED = {
     "tokens/s": "output_throughput",
     "ms to first token": "median_ttft_ms",
@@ -141,7 +141,11 @@ def _server(
         yield address
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def flags(options: dict[str, Any]) -> Iterator[str]:
