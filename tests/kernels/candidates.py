@@ -1,6 +1,8 @@
-"""Random candidates of a source, level by level."""
+"""Random candidates of a source, level by level, and the union of several."""
 
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -38,3 +40,29 @@ def grown(
                     seen.add((parent, token))
                     scores[r, c] = above - rng.integers(0, 4) / 4
     return (tokens, parents, scores), ends
+
+
+def united(sources: Sequence[Any]) -> tuple[Any, np.ndarray]:
+    """What `merge` says, in columns of all sources one after the other.
+
+    Returns:
+        The union, each path where it is first; [R, C] where each candidate's path is,
+        and its own column where it is none.
+    """
+    from vllm_specinfer.tree.candidates import Candidates, merge
+
+    union, places = merge(sources)
+    scores = np.concatenate([source.scores for source in sources], axis=1)
+    columns = np.tile(np.arange(scores.shape[1]), (len(scores), 1))
+    laid_out = Candidates.empty(*scores.shape)
+    for r, live in enumerate(np.isfinite(scores)):
+        paths = np.concatenate([of_source[r] for of_source in places])[live]
+        nodes, firsts = np.unique(paths, return_index=True)
+        firsts = columns[r, live][firsts]
+        first_of = np.full(union.tokens.shape[1] + 1, -1)  # the root's, too
+        first_of[nodes] = firsts
+        columns[r, live] = first_of[paths]
+        laid_out.parents[r, firsts] = first_of[union.parents[r, nodes]]
+        laid_out.tokens[r, firsts] = union.tokens[r, nodes]
+        laid_out.scores[r, firsts] = union.scores[r, nodes]
+    return laid_out, columns

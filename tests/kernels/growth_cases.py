@@ -1,4 +1,4 @@
-"""Trees that grow by the Triton kernels, and by the definition in torch.
+"""Trees that grow by the Triton kernels, and by their definition.
 
 ``TRITON_INTERPRET=1 python growth_cases.py OUTPUT.pt`` saves both.
 """
@@ -12,6 +12,7 @@ import torch
 
 SEEDS = range(40)
 VOCAB, BLOCK_SIZE, MAX_LEN, PAD = 11, 4, 300, -1
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def a_tree(rng: np.random.Generator) -> Any:
@@ -31,7 +32,8 @@ def rows_of(growth: Any, depth: int, context: torch.Tensor, paged: Any) -> list:
     blocks = paged.table[paged.slots[:, None], columns].long()
     kv_slots = blocks * BLOCK_SIZE + flat % BLOCK_SIZE
     tokens = growth.tokens.gather(1, level.columns)
-    positions = (context - 1 + depth).clamp(0, MAX_LEN - 1)[:, None]
+    positions = (context - 1 + depth).clamp(0, paged.max_model_len - 1)[:, None]
+    bits = torch.where(level.is_node[:, :, None], level.bits, 0)
     return [
         paged.slots,
         context + level.used,
@@ -39,28 +41,82 @@ def rows_of(growth: Any, depth: int, context: torch.Tensor, paged: Any) -> list:
         positions.expand_as(tokens).flatten(),
         torch.where(level.is_node, kv_slots, PAD).flatten(),
         context,
-        level.bits.flatten(0, 1),
+        bits.flatten(0, 1),
     ]
 
 
-def grown(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What kernels and definition leave behind after each level of one step."""
-    from vllm_specinfer.drafting.device_growth import DeviceGrowth
-    from vllm_specinfer.drafting.graphs import GraphShape, PassRows
-    from vllm_specinfer.kernels.triton import growth as kernels
-    from vllm_specinfer.options import BestFirstTree
+def level_of(growth: Any, depth: int, growing: np.ndarray, frontier: Any) -> Pairs:
+    """The nodes of a level, and what the definition says of those of a frontier.
 
-    rng = np.random.default_rng(seed)
+    Args:
+        growth: Of R trees.
+        depth: The level's.
+        growing: [G] the requests that grow, which the frontier counts.
+        frontier: None where the definition's trees are done.
+    """
+    level, above = (
+        type(growth.levels[d])(*(part.cpu() for part in growth.levels[d]))
+        for d in (depth, depth - 1)
+    )
+    requests, rows = level.is_node.nonzero(as_tuple=True)
+    is_node = torch.zeros_like(level.is_node)
+    if frontier is None:
+        return [(level.is_node, is_node)]
+    is_node[growing[frontier.requests], rows] = True
+    columns = level.columns[requests, rows]
+    # `parents` counts all rows of a level, a frontier only those of nodes.
+    number = above.is_node.flatten().cumsum(0).view(above.is_node.shape) - 1
+    counts = np.bincount(frontier.requests, minlength=len(growing))
+    used = above.used.clone()
+    used[growing] += torch.from_numpy(counts)
+    defined = (
+        growing[frontier.requests],
+        *(frontier.nodes, frontier.tokens, frontier.parents, frontier.scratch),
+        frontier.ancestor_bits,
+    )
+    found = (
+        requests,
+        *(columns, growth.tokens.cpu()[requests, columns]),
+        number[requests, level.parents[requests, rows]],
+        level.scratch[requests, rows],
+        level.bits[requests, rows],
+    )
+    scores = growth.scores.cpu()[requests, columns]
+    return [
+        (level.is_node, is_node),
+        (level.used, used),
+        (level.scores[requests, rows], scores),
+        *zip(found, map(torch.from_numpy, defined), strict=True),
+    ]
+
+
+def candidates_of(growth: Any, growing: np.ndarray, defined: Any) -> Pairs:
+    """All candidates of a step."""
+    expected = np.full(growth.scores.shape, -np.inf, np.float32)
+    width = defined.scores.shape[1]
+    expected[growing, :width] = defined.scores
+    is_one = np.isfinite(defined.scores)
+    found = [(growth.scores.cpu(), torch.from_numpy(expected))]
+    for ours, theirs in (
+        (growth.tokens, defined.tokens),
+        (growth.parents, defined.parents),
+    ):
+        ours = ours.cpu()[growing, :width][torch.from_numpy(is_one)]
+        found.append((ours, torch.from_numpy(theirs[is_one])))
+    return found
+
+
+def step(growth: Any, tree: Any, rng: np.random.Generator, seed: int) -> Pairs:
+    """What kernels and definition leave behind after each level of one step."""
+    from vllm_specinfer.drafting.graphs import GraphShape, PassRows
+    from vllm_specinfer.drafting.growth import TreeGrowth
+    from vllm_specinfer.kernels.triton import growth as kernels
+
+    device, num_reqs = growth.tokens.device, len(growth.tokens)
 
     def some(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(low, high, shape)).to(device)
 
-    num_reqs, num_nodes = int(rng.integers(1, 5)), int(rng.integers(1, 12))
-    tree = a_tree(rng)
-    if seed == 0:  # bits of two words
-        num_reqs, num_nodes, tree = 2, 1000, BestFirstTree(6, 16, 0)
-    on = torch.device(device)
-    ours, theirs = (DeviceGrowth(tree, num_nodes, num_reqs, on) for _ in range(2))
     context = some(0, 40, num_reqs)
     room = some(0, 200 if rng.random() < 0.5 else 12, num_reqs)
     grows = some(0, 4, num_reqs) > 0
@@ -75,46 +131,69 @@ def grown(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
         roots=context + some(0, 2, num_reqs),
         max_model_len=MAX_LEN if seed == 0 or rng.random() < 0.6 else 42,
     )
+    growing = grows.nonzero()[:, 0].cpu().numpy()
     deepest = paged.max_model_len - 1 - paged.roots
-    ours.start(grows)
-    theirs.start(grows)
-    factor, distrust = rng.random() + 0.5, rng.random()
-    correction = torch.tensor([factor, distrust], dtype=torch.float32, device=on)
-    found = []
-    for depth, (size, k) in enumerate(zip(ours.sizes, ours.num_children, strict=True)):
+    limits = (values.cpu().numpy()[growing] for values in (room, deepest))
+    least = np.full(len(growing), -np.inf)
+    defined = TreeGrowth(tree, growth.num_nodes, *limits, least)
+    growth.start(grows)
+    # Exact products and sums: ties stay ties.
+    factor, distrust = 1 + some(-2, 3, 2).cpu().numpy() / 4
+    correction = torch.tensor([factor, distrust], dtype=torch.float32, device=device)
+    found, frontier = [], True
+    for depth, (size, k) in enumerate(
+        zip(growth.sizes, growth.num_children, strict=True)
+    ):
         if depth:
-            shape = GraphShape(num_reqs, size, theirs.levels[depth].bits.shape[2])
+            words = growth.levels[depth].bits.shape[2]
+            shape = GraphShape(num_reqs, size, words)
             rows = PassRows(*(
                 torch.from_numpy(part).to(device) for part in PassRows.level(shape)
             ))  # fmt: skip
-            kernels.expand(ours, depth, paged, rows)
-            theirs.advance(depth, paged.limits - context, deepest)
-            found += zip(ours.levels[depth], theirs.levels[depth], strict=True)
-            expected = rows_of(theirs, depth, context, paged)
-            if paged.max_model_len != MAX_LEN:
-                expected[3] = expected[3].clamp_max(paged.max_model_len - 1)
+            kernels.expand(growth, depth, paged, rows)
+            found += level_of(growth, depth, growing, frontier)
             filled = [x for n, x in rows._asdict().items() if n not in SAME]
+            expected = rows_of(growth, depth, context, paged)
             found += zip(filled, expected, strict=True)
         # Ties, and children that are none.
         logprobs = -some(0, 12, num_reqs * size, k).float() / 4
         logprobs[some(0, 10, num_reqs * size, k) == 0] = -torch.inf
-        logprobs[~ours.levels[depth].is_node.flatten()] = torch.nan
+        is_node = growth.levels[depth].is_node.flatten()
+        logprobs[~is_node] = float(rng.choice([0, np.nan]))
         tokens = some(0, VOCAB, num_reqs * size, k)
-        kernels.extend(ours, depth, logprobs, tokens, correction)
-        theirs.extend(depth, logprobs * correction[0] - correction[1], tokens)
-        for name in ("tokens", "parents", "scores"):
-            found.append((getattr(ours, name).clone(), getattr(theirs, name).clone()))
-    return found
+        kernels.extend(growth, depth, logprobs, tokens, correction)
+        if frontier is not None:
+            corrected = (logprobs * factor - distrust)[is_node]
+            children = corrected.cpu().numpy(), tokens[is_node].cpu().numpy()
+            frontier = defined.extend(*children)
+    found += candidates_of(growth, growing, defined._found)
+    return [(ours.cpu().clone(), theirs.cpu().clone()) for ours, theirs in found]
 
 
 # What a level of as many rows of each request has already.
 SAME = ("starts", "is_tree")
 
 
-def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """What kernels and definition leave behind in every step."""
-    found = [grown(seed, device) for seed in SEEDS]
-    return [[(a.cpu().clone(), b.cpu().clone()) for a, b in one] for one in found]
+def grown(seed: int, device: str = "cpu") -> Pairs:
+    """Two steps: what one leaves does not matter to the next."""
+    from vllm_specinfer.drafting.device_growth import DeviceGrowth
+    from vllm_specinfer.options import BestFirstTree
+
+    rng = np.random.default_rng(seed)
+    num_reqs, num_nodes = int(rng.integers(1, 5)), int(rng.integers(1, 100))
+    if seed % 2:
+        num_nodes = 1 + num_nodes % 11
+    tree = a_tree(rng)
+    if seed == 0:  # bits of two words
+        num_reqs, num_nodes, tree = 2, 1000, BestFirstTree(6, 16, 0)
+    growth = DeviceGrowth(tree, num_nodes, num_reqs, torch.device(device))
+    first = step(growth, tree, rng, seed)
+    return first + step(growth, tree, rng, seed)
+
+
+def run(device: str = "cpu") -> list[Pairs]:
+    """What kernels and definition leave behind in every case."""
+    return [grown(seed, device) for seed in SEEDS]
 
 
 def main() -> None:

@@ -14,9 +14,6 @@ def check(outputs: list) -> None:
     for found in outputs:
         for ours, theirs in found:
             assert ours.shape == theirs.shape
-            # The kernel may round a product and a difference at once.
-            torch.testing.assert_close(
-                ours, theirs.to(ours.dtype), atol=1e-6, rtol=1e-6
-            )
+            assert torch.equal(ours, theirs.to(ours.dtype))
             num_nodes += int(theirs.sum()) if theirs.dtype == torch.bool else 0
-    assert num_nodes > 250
+    assert num_nodes > 900

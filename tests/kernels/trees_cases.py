@@ -1,4 +1,4 @@
-"""Trees of the best candidates by the Triton kernels, and by the definition in torch.
+"""Trees of the best candidates by the Triton kernels, and by the definitions.
 
 ``TRITON_INTERPRET=1 python trees_cases.py OUTPUT.pt`` saves both.
 """
@@ -29,23 +29,35 @@ def candidates(rng: np.random.Generator, num_reqs: int, width: int) -> tuple:
 def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What kernels and definition leave behind."""
     from vllm_specinfer.kernels.triton.trees import best_trees
-    from vllm_specinfer.tree.on_device import DeviceCandidates, TreeBuffers, best
+    from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
+    from vllm_specinfer.tree.on_device import DeviceCandidates, TreeBuffers
+    from vllm_specinfer.tree.token_tree import NO_NODE, ancestor_bits, node_depths
 
     rng = np.random.default_rng(seed)
     num_reqs, width = int(rng.integers(1, 4)), int(rng.integers(1, 150))
     num_nodes = int(rng.choice([1, 3, 8, 20, 130]))
     least = float(rng.choice([-np.inf, -1.0]))
     on = torch.device(device)
-    arrays = (torch.from_numpy(a).to(on) for a in candidates(rng, num_reqs, width))
-    found = DeviceCandidates(*arrays, ends=())
-    slots = torch.from_numpy(rng.permutation(SLOTS)[:num_reqs]).to(on)
+    arrays = candidates(rng, num_reqs, width)
+    found = DeviceCandidates(*(torch.from_numpy(a).to(on) for a in arrays), ends=())
+    slots = torch.from_numpy(rng.permutation(SLOTS)[:num_reqs])
     ours, theirs = (TreeBuffers(SLOTS, num_nodes, num_nodes, on) for _ in range(2))
-    expected = best(found, num_nodes, least)
-    theirs.write(slots, expected)
-    tree = best_trees(found, num_nodes, least, slots, ours)
+    tree = best_trees(found, num_nodes, least, slots.to(on), ours)
+    expected = Candidates(*arrays).best(num_nodes, least)
+    is_node = expected.tokens != NO_TOKEN
+    tokens = torch.from_numpy(np.where(is_node, expected.tokens, 0))
+    parents = np.where(is_node, expected.parents, NO_NODE)
+    parents = torch.from_numpy(parents.astype(np.int32))
+    # What is no node sees the root and itself, as a child of the root does.
+    rows = node_depths(expected.parents), ancestor_bits(expected.parents)
+    kept = [tokens, parents, *map(torch.tensor, rows)]
     names = ("tokens", "parents", "depths", "bits")
-    pairs = [(getattr(ours, name), getattr(theirs, name)) for name in names]
-    return [(a.cpu(), b.cpu()) for a, b in [*zip(tree, expected, strict=True), *pairs]]
+    buffers = [(getattr(ours, name), getattr(theirs, name)) for name in names]
+    for (_, buffer), values in zip(buffers, kept, strict=True):
+        buffer[slots] = values.to(on)
+    scores, places = map(torch.from_numpy, (expected.scores, expected.places[:, :-1]))
+    pairs = [*zip(tree, (tokens, parents, scores, places), strict=True), *buffers]
+    return [(a.cpu(), b.cpu()) for a, b in pairs]
 
 
 def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -8,7 +8,7 @@ import sys
 import interpreter
 import numpy as np
 import torch
-from candidates import grown
+from candidates import grown, united
 
 SEEDS = range(60)
 
@@ -16,7 +16,8 @@ SEEDS = range(60)
 def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the kernel and the definition give."""
     from vllm_specinfer.kernels.triton.union import Union
-    from vllm_specinfer.tree.on_device import DeviceCandidates, merged
+    from vllm_specinfer.tree.candidates import Candidates
+    from vllm_specinfer.tree.on_device import DeviceCandidates
 
     rng = np.random.default_rng(seed)
     num_reqs, most = int(rng.integers(1, 4)), int(rng.choice([3, 7, 45]))
@@ -27,15 +28,19 @@ def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     ]
     ends = [source.ends for source in sources]
     found, columns = Union(ends, torch.device(device)).of(sources)
-    expected, expected_columns = merged(sources)
+    expected, expected_columns = united([Candidates(*arrays) for arrays, _ in pairs])
+    # Tokens and parents of what is no candidate may be any.
+    is_one = torch.from_numpy(np.isfinite(expected.scores))
     return [
-        (ours.cpu(), theirs.cpu())
-        for ours, theirs in (
-            (columns, expected_columns),
-            (found.tokens, expected.tokens),
-            (found.parents, expected.parents),
-            (found.scores, expected.scores),
-        )
+        (columns.cpu(), torch.from_numpy(expected_columns)),
+        *(
+            (ours.cpu()[is_one], torch.from_numpy(theirs).long()[is_one])
+            for ours, theirs in (
+                (found.tokens, expected.tokens),
+                (found.parents, expected.parents),
+            )
+        ),
+        (found.scores.cpu(), torch.from_numpy(expected.scores)),
     ]
 
 

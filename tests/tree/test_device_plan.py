@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.device_plan import DevicePlan
-from vllm_specinfer.tree.on_device import DeviceTree, TreeBuffers
+from vllm_specinfer.tree.on_device import TreeBuffers
 from vllm_specinfer.tree.table import TreeTable
-from vllm_specinfer.tree.token_tree import NO_NODE, ROOT
+from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, ancestor_bits, node_depths
 
 SLOTS, NODES = 6, 70
 CPU = torch.device("cpu")
@@ -38,13 +38,14 @@ def test_rows_positions_drafts_and_parents_are_the_hosts(seed):
             computed,
             [{} for _ in range(SLOTS)],
         )
-    tree = DeviceTree(
-        torch.from_numpy(np.where(exists, tokens, 0)),
-        torch.from_numpy(np.where(exists, parents, NO_NODE).astype(np.int32)),
-        torch.zeros(shape),
-        torch.zeros(shape, dtype=torch.int64),
-    )
-    buffers.write(torch.arange(SLOTS), tree)
+    known = np.where(exists, parents, ROOT)
+    for buffer, values in (
+        (buffers.tokens, np.where(exists, tokens, 0)),
+        (buffers.parents, np.where(exists, parents, NO_NODE)),
+        (buffers.depths, node_depths(known)),
+        (buffers.bits, ancestor_bits(known)),
+    ):
+        buffer[:SLOTS] = torch.tensor(values)
     # A prefix of each tree has rows; some requests have other rows, or none but one.
     scheduled = np.array([rng.integers(0, sizes[slot] + 1) for slot in slots])
     more = rng.integers(0, 2, num_reqs)

@@ -1,21 +1,19 @@
 """Trees that are put together where the host does not look on.
 
-The definitions are `merge`, `Candidates.cut` and `best`, `node_depths` and
-`ancestor_bits`; here all shapes are fixed, so that captured graphs can do it. What
-`merged`, `best` and `TreeBuffers.write` define, the kernels of
-`kernels/triton/union.py` and `trees.py` do at once. Not yet run on a GPU.
+All shapes are fixed, so that captured graphs can do it. The definition of `cut` is
+`Candidates.cut`; the kernels of `kernels/triton/union.py` and `trees.py` do the rest.
+Not yet run on a GPU.
 
 Dimension legend: S request slots, R requests, C candidates per request, D levels, N
 nodes of a tree, W 64-bit words per bit row.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, WORD_BITS, num_words
+from vllm_specinfer.tree.token_tree import NO_NODE, num_words
 
 if TYPE_CHECKING:
     from vllm_specinfer.tree.device_draws import DrawBuffers
@@ -64,99 +62,6 @@ def cut(candidates: DeviceCandidates, num_nodes: int) -> DeviceCandidates:
     )
 
 
-def merged(
-    sources: Sequence[DeviceCandidates],
-) -> tuple[DeviceCandidates, torch.Tensor]:
-    """The trie union of several sources' candidates.
-
-    Args:
-        sources: At least one.
-
-    Returns:
-        The union, whose `ends` say nothing; and [R, C] which of its columns each
-        candidate became, sources one after the other.
-    """
-    if len(sources) == 1:
-        (only,) = sources
-        columns = torch.arange(only.tokens.shape[1], device=only.tokens.device)
-        return only, columns.expand(len(only.tokens), -1)
-    firsts = [0]
-    for source in sources:
-        firsts.append(firsts[-1] + source.tokens.shape[1])
-    tokens = torch.cat([source.tokens for source in sources], dim=1)
-    parents = torch.cat(
-        [
-            torch.where(source.parents == ROOT, ROOT, source.parents + first)
-            for source, first in zip(sources, firsts, strict=False)
-        ],
-        dim=1,
-    )
-    scores = torch.cat([source.scores for source in sources], dim=1)
-    union = torch.full_like(scores, -torch.inf)
-    # Of each candidate the first with its path.
-    firsts_of_path = torch.arange(firsts[-1], device=tokens.device)
-    firsts_of_path = firsts_of_path.repeat(len(tokens), 1)
-    # Deeper there are candidates of one source only.
-    levels = [len(source.ends) for source in sources]
-    shared, deepest = sorted(levels)[-2], levels.index(max(levels))
-    for depth in range(shared):
-        columns = torch.cat([
-            torch.arange(first + start, first + end, device=tokens.device)
-            for source, first in zip(sources, firsts, strict=False)
-            for start, end in list(pairwise((0, *source.ends)))[depth : depth + 1]
-        ])  # fmt: skip
-        above = parents[:, columns]
-        if depth:
-            above = firsts_of_path.gather(1, above.clamp_min(0))
-        parents[:, columns] = above
-        token, score = tokens[:, columns], scores[:, columns]
-        live = score.isfinite()
-        same = (above[:, :, None] == above[:, None]) & (
-            token[:, :, None] == token[:, None]
-        )
-        same &= live[:, :, None] & live[:, None]
-        first = same.to(torch.int8).argmax(dim=2)
-        itself = torch.arange(len(columns), device=tokens.device)
-        first = torch.where(live, first, itself)
-        firsts_of_path[:, columns] = columns[first]
-        misses = torch.where(same, 1 - score.double().exp()[:, None], 1.0).prod(dim=2)
-        chances = torch.log1p(-misses).float()
-        kept = live & (first == itself)
-        union[:, columns] = torch.where(kept, chances, -torch.inf)
-    first = firsts[deepest] + sources[deepest].ends[shared - 1]
-    deeper = slice(first, firsts[deepest + 1])
-    above = parents[:, deeper]
-    parents[:, deeper] = torch.where(
-        above == ROOT, ROOT, firsts_of_path.gather(1, above.clamp_min(0))
-    )
-    union[:, deeper] = scores[:, deeper]
-    return DeviceCandidates(tokens, parents, union, ()), firsts_of_path
-
-
-def best(candidates: DeviceCandidates, num_nodes: int, least: float) -> DeviceTree:
-    """The trees of the N best candidates with a score of at least `least`."""
-    num_reqs, width = candidates.tokens.shape
-    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices
-    order = order[:, :num_nodes]
-    nodes = torch.arange(order.shape[1], device=order.device)
-    scores = candidates.scores.gather(1, order)
-    kept = scores.isfinite() & (scores >= least)
-    places = order.new_full((num_reqs, width), num_nodes)
-    places.scatter_(1, order, torch.where(kept, nodes, num_nodes))
-    parents = candidates.parents.gather(1, order)
-    above = places.gather(1, parents.clamp_min(0))
-    parents = torch.where(parents == ROOT, ROOT, above)
-    # Where a request can have fewer candidates than nodes.
-    missing = 0, num_nodes - order.shape[1]
-    pad = torch.nn.functional.pad
-    return DeviceTree(
-        pad(torch.where(kept, candidates.tokens.gather(1, order), 0), missing),
-        pad(torch.where(kept, parents, NO_NODE).int(), missing, value=NO_NODE),
-        pad(torch.where(kept, scores, -torch.inf), missing, value=-torch.inf),
-        places,
-    )
-
-
 def given(
     tree: DeviceTree, columns: torch.Tensor, sources: Sequence[DeviceCandidates]
 ) -> torch.Tensor:
@@ -164,7 +69,7 @@ def given(
 
     Args:
         tree: Of the union.
-        columns: What `merged` returns beside it.
+        columns: What `Union.of` returns beside it.
         sources: What was merged.
     """
     if len(sources) == 1:
@@ -180,32 +85,6 @@ def given(
         found.append(own[:, :num_nodes])
         first = end
     return torch.stack(found, dim=1)
-
-
-def depths_and_bits(
-    parents: torch.Tensor, max_depth: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths [R, N + 1] int32 and visibility [R, N + 1, W] int64 of all rows.
-
-    Args:
-        parents: [R, N] int32; what is no node sees the root and itself, at depth 1.
-        max_depth: No node is deeper.
-    """
-    num_reqs, num_nodes = parents.shape
-    above = torch.nn.functional.pad(parents.long().clamp_min(ROOT) + 1, (1, 0))
-    rows = torch.arange(num_nodes + 1, device=parents.device)
-    words = torch.arange(num_words(num_nodes + 1), device=parents.device) * WORD_BITS
-    place = rows[:, None] - words
-    inside = (place >= 0) & (place < WORD_BITS)
-    own = torch.where(inside, 1 << place.clamp(0, WORD_BITS - 1), 0)
-    bits = own.expand(num_reqs, -1, -1) | own[0]
-    depths = (above.new_zeros(num_reqs, num_nodes + 1) + (rows > 0)).int()
-    # What is known of each row's ancestors doubles every time.
-    for _ in range((max_depth - 1).bit_length()):
-        bits = bits | bits.gather(1, above[:, :, None].expand_as(bits))
-        depths = depths + depths.gather(1, above)
-        above = above.gather(1, above)
-    return depths, bits
 
 
 class TreeBuffers:
@@ -242,14 +121,6 @@ class TreeBuffers:
     def padding(self) -> int:
         """The row that nobody reads."""
         return len(self.tokens) - 1
-
-    def write(self, slots: torch.Tensor, tree: DeviceTree) -> None:
-        """Store the trees of R requests; several may be padding."""
-        depths, bits = depths_and_bits(tree.parents, self.max_depth)
-        self.tokens[slots] = tree.tokens
-        self.parents[slots] = tree.parents
-        self.depths[slots] = depths
-        self.bits[slots] = bits
 
     def chains(
         self, slots: torch.Tensor, rows: torch.Tensor

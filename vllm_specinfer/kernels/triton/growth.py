@@ -1,7 +1,6 @@
 """Levels of trees that grow on the device, a program for each request.
 
-Definition: `extend` and `advance` of `DeviceGrowth`, some fifty small kernels of torch.
-Not measured yet.
+Definition: `TreeGrowth`. Not measured yet.
 
 Dimension legend: R requests, F nodes of a level per request, K children of each, C
 candidates per request, W 64-bit words per bit row.
@@ -212,13 +211,14 @@ def extend(
     tokens: torch.Tensor,
     correction: torch.Tensor,
 ) -> None:
-    """Add the children of the nodes at a depth; `DeviceGrowth.extend`.
+    """Add the children of the nodes at a depth.
 
     Args:
         growth: Of R trees.
         depth: Of the nodes.
-        logprobs: [R * F, K] float32 of each child given its parent's path.
-        tokens: [R * F, K] int64.
+        logprobs: [R * F, K] float32 log-probability of each child given its parent's
+            path; -inf where there is none. Rows of no node do not count.
+        tokens: [R * F, K] int64, distinct within a row where there is a child.
         correction: [2] float32: a factor of `logprobs`, and what is taken off then.
     """
     level, k = growth.levels[depth], growth.num_children[depth]
@@ -245,7 +245,7 @@ def extend(
 def expand(growth: DeviceGrowth, depth: int, paged: Paged, rows: PassRows) -> None:
     """Choose the nodes of a depth that are expanded, and the pass over them.
 
-    `DeviceGrowth.advance` with as many scratch slots and levels as there is room for.
+    As many as there are scratch slots for, and no deeper than texts may get.
 
     Args:
         growth: Of R trees; the children of the depth above are known.

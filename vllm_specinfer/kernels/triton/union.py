@@ -1,7 +1,6 @@
 """The trie union of what several sources have found, a program for each request.
 
-Definition: `merged` of `vllm_specinfer/tree/on_device.py`, some thirty small kernels of
-torch for each depth. Not measured yet.
+Definition: `merge` of `vllm_specinfer/tree/candidates.py`. Not measured yet.
 
 Dimension legend: R requests, C candidates per request of all sources, D levels that
 more than one source has, Q sources.
@@ -134,7 +133,12 @@ class Union:
     def of(
         self, sources: Sequence[DeviceCandidates]
     ) -> tuple[DeviceCandidates, torch.Tensor]:
-        """As `merged`."""
+        """The trie union of these sources' candidates.
+
+        Returns:
+            The union, whose `ends` say nothing; and [R, C] which of its columns each
+            candidate became, sources one after the other.
+        """
         if len(sources) == 1:
             (only,) = sources
             columns = torch.arange(only.tokens.shape[1], device=only.tokens.device)
