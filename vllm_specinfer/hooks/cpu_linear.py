@@ -5,11 +5,11 @@ Reason: vLLM chooses how a CPU multiplies in one function, after loading a layer
 Removed when: vLLM lets a plugin register a linear kernel for CPUs.
 """
 
-import functools
+from collections.abc import Callable
 
 from torch import nn
 
-_MARK = "_specinfer_original"
+from vllm_specinfer.hooks import wrap
 
 
 def install() -> None:
@@ -20,16 +20,12 @@ def install() -> None:
     from vllm_specinfer.config import SpecInferConfig
     from vllm_specinfer.kernels.cpu.linear import take_over
 
-    original = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def dispatch_cpu_unquantized_gemm(layer: nn.Module, remove_weight: bool) -> None:
+    def dispatch(
+        original: Callable[..., None], layer: nn.Module, remove_weight: bool
+    ) -> None:
         config = get_current_vllm_config_or_none()
         ours = isinstance(getattr(config, "speculative_config", None), SpecInferConfig)
         if not (ours and take_over(layer, remove_weight)):
             original(layer, remove_weight)
 
-    setattr(dispatch_cpu_unquantized_gemm, _MARK, original)
-    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    wrap(utils, "dispatch_cpu_unquantized_gemm", dispatch)

@@ -4,10 +4,11 @@ Symptom: vLLM validates ``method`` against a closed list.
 Removed when: vLLM lets plugins register a speculative method.
 """
 
-import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_specinfer.hooks import wrap
 from vllm_specinfer.options import METHOD
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 SCHEDULER = "vllm_specinfer.scheduling.async_scheduler.specinfer_scheduler"
 V2_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 
-_MARK = "_specinfer_original"
 # The environment's value from before an engine with specinfer; empty without one.
 _env_before: dict[str, str | None] = {}
 
@@ -26,12 +26,8 @@ def install() -> None:
     """Wrap ``EngineArgs.create_speculative_config`` once."""
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_speculative_config
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def create_speculative_config(
+    def create(
+        original: Callable[..., "SpeculativeConfig | None"],
         self: "EngineArgs",
         target_model_config: "ModelConfig",
         target_parallel_config: "ParallelConfig",
@@ -45,8 +41,7 @@ def install() -> None:
             )
         return _create(self, target_model_config, target_parallel_config)
 
-    setattr(create_speculative_config, _MARK, original)
-    EngineArgs.create_speculative_config = create_speculative_config
+    wrap(EngineArgs, "create_speculative_config", create)
 
 
 def _method(args: "EngineArgs") -> str | None:

@@ -5,31 +5,29 @@ Symptom: plugins can add a stat logger to `AsyncLLM` only, and its metrics are d
 Removed when: vLLM loads stat logger plugins for `LLM` too, after its own loggers.
 """
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from vllm_specinfer.hooks import wrap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_MARK = "_specinfer_original"
 
 
 def install() -> None:
     """Wrap ``StatLoggerManager.__init__`` once."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    original = StatLoggerManager.__init__
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def __init__(
-        self: StatLoggerManager, vllm_config: "VllmConfig", *args: Any, **kwargs: Any
+    def make_loggers(
+        original: Callable[..., None],
+        self: StatLoggerManager,
+        vllm_config: "VllmConfig",
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         original(self, vllm_config, *args, **kwargs)
         make = getattr(vllm_config.speculative_config, "make_stat_logger", None)
         if make is not None:
             self.stat_loggers.insert(0, make(vllm_config, self.engine_indexes))
 
-    setattr(__init__, _MARK, original)
-    StatLoggerManager.__init__ = __init__
+    wrap(StatLoggerManager, "__init__", make_loggers)
