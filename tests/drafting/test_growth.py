@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.token_trees import depths_of, path_to
 from vllm_specinfer.drafting.growth import EVERYTHING, TreeGrowth
 from vllm_specinfer.kernels.cpu.trees import CompiledGrowth, compiled_steps
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
@@ -112,7 +113,7 @@ def grow(tree, num_nodes, seeds=(0,), capacity=None, max_depth=None, worth=EVERY
     grown = growth.finish().best(num_nodes, least)
     trees = [TokenTree(t, p) for t, p in zip(grown.tokens, grown.parents, strict=True)]
     for q, candidate, path in candidates:
-        known = [trees[q].path(i) for i in range(len(trees[q]))]
+        known = [path_to(trees[q], i) for i in range(len(trees[q]))]
         place = grown.places[q, candidate]
         assert known[place] == path if place < num_nodes else path not in known
     return trees, levels
@@ -139,13 +140,13 @@ def test_best_first_keeps_the_likeliest_nodes_of_the_full_search(num_nodes, seed
     tree.check_integrity()
     paths = all_candidates(depth, min(VOCAB, width), seed)
     best = sorted(paths, key=lambda p: -logprob_of(p, seed))[:num_nodes]
-    assert [tree.path(i) for i in range(num_nodes)] == best
+    assert [path_to(tree, i) for i in range(num_nodes)] == best
 
 
 def test_expansion_has_the_papers_level_sizes():
     (tree,), levels = grow(ExpansionTree((1, 1, 3, 1, 1, 1, 1, 1)), 20)
     tree.check_integrity()
-    assert np.bincount(tree.depths).tolist() == [0, 1, 1, 3, 3, 3, 3, 3, 3]
+    assert np.bincount(depths_of(tree)).tolist() == [0, 1, 1, 3, 3, 3, 3, 3, 3]
     assert [len(level) for level in levels] == [1, 1, 3, 3, 3, 3, 3]
 
 
@@ -175,9 +176,9 @@ def test_full_scratch_and_last_positions_stop_expansion_not_the_tree():
         assert len(tree) == 9
     # Whatever could not be found is a root child without a token.
     assert trees[0].tokens.tolist()[3:] == [NO_TOKEN] * 6
-    assert trees[0].depths.tolist() == [1] * 9
+    assert depths_of(trees[0]).tolist() == [1] * 9
     assert trees[0].parents.tolist() == [ROOT] * 9
-    assert trees[2].depths.max() == 2
+    assert depths_of(trees[2]).max() == 2
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,10 +186,12 @@ def test_nodes_below_the_least_probability_are_neither_kept_nor_expanded(seed):
     (whole,), _ = grow(BestFirstTree(4, 12, 0), 30, (seed,))
     (tree,), levels = grow(BestFirstTree(4, 12, 0.05), 30, (seed,))
     wanted = [
-        p for p in map(whole.path, range(30)) if np.exp(logprob_of(p, seed)) >= 0.05
+        p
+        for p in (path_to(whole, i) for i in range(30))
+        if np.exp(logprob_of(p, seed)) >= 0.05
     ]
     assert 0 < len(wanted) < 30
-    assert [tree.path(i) for i in range(len(wanted))] == wanted
+    assert [path_to(tree, i) for i in range(len(wanted))] == wanted
     assert set(tree.tokens[len(wanted) :].tolist()) == {NO_TOKEN}
     expanded = [path for level in levels for _, path in level]
     assert all(np.exp(logprob_of(p, seed)) >= 0.05 for p in expanded)
@@ -204,7 +207,7 @@ def test_only_nodes_worth_it_are_expanded():
     for q, tree in enumerate(trees):
         tree.check_integrity()
         real = np.flatnonzero(tree.tokens != NO_TOKEN)
-        paths = {tuple(tree.path(i)) for i in real}
+        paths = {tuple(path_to(tree, i)) for i in real}
         assert paths > {path for r, path in expanded if r == q}
 
 

@@ -8,6 +8,7 @@ import pytest
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from tests.token_trees import paths_in
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
@@ -103,7 +104,7 @@ def test_an_ssm_hears_what_will_be_left_out_anyway():
 
 def test_the_draws_of_all_sources_stand_below_the_node_they_share():
     tree, draws = propose([], [Chain([1, 2, 3], 0.9), Chain([1, 4], 0.5)], 5)
-    paths = {tuple(tree.path(i)): i for i in range(len(tree))}
+    paths = {path: i for i, path in enumerate(paths_in(tree))}
     assert set(paths) == {(1,), (1, 2), (1, 2, 3), (1, 4)}
     drawn = {
         node: [int(d.tokens[0, 0]) for d in of_node] for node, of_node in draws.items()
@@ -137,7 +138,7 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
     for _ in range(300):
         (tree,) = sources.propose(STEP).trees.each()
         kept.append(tree.tokens.tolist())
-        paths = [tree.path(i) for i in range(len(tree))]
+        paths = paths_in(tree)
         sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3])
     assert kept[0] == [1, 2] and kept[-1] == [3, 4]
     # What the honest source calls one half turned out sure.
@@ -173,7 +174,7 @@ def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
     words.predictor.observe = lambda *args: seen.append(args)
     sources = SourceSet([words], [ssm], SHAPE, 8, Learning())
     (tree,) = sources.propose(step).trees.each()
-    paths = {tuple(tree.path(i)): i for i in range(len(tree))}
+    paths = {path: i for i, path in enumerate(paths_in(tree))}
     found = {(1,), (1, 2), (1, 2, 6), (1, 5), (3,), (3, 4), (9,), (9, 8)}
     assert set(paths) == found
     sources.observe(7, [paths[1,], paths[1, 2]])
@@ -206,7 +207,7 @@ def test_a_shared_node_counts_for_the_first_source():
     sources = SourceSet([Chain([1, 2], 0.5)], [Chain([1, 3], 0.9)], SHAPE, 3, Budget())
     drafts = sources.propose(STEP)
     (tree,) = drafts.trees.each()
-    nodes = {tuple(tree.path(i)): i for i in range(len(tree))}
+    nodes = {path: i for i, path in enumerate(paths_in(tree))}
     assert set(nodes) == {(1,), (1, 2), (1, 3)}
     assert drafts.counts == [2, 1] and not drafts.reasons
     sources_of = sources.sources_of_nodes()

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.token_trees import depths_of, paths_in
 from vllm_specinfer.kernels.cpu import trees as compiled
 from vllm_specinfer.tree import candidates
 from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
@@ -100,7 +101,7 @@ def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
         tree.check_integrity()
         paths = paths_of(union, r)
         scores = {p: union.scores[r, c] for c, p in paths.items() if c != ROOT}
-        kept = [tuple(tree.path(i)) for i in range(len(tree))]
+        kept = paths_in(tree)
         wanted = sorted((s for s in scores.values() if s >= np.log(0.1)), reverse=True)
         assert [scores[p] for p in kept] == wanted[:num_nodes]
         for c, path in paths.items():
@@ -111,7 +112,7 @@ def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
         padding = finished.tokens[r, len(tree) :]
         assert (padding == NO_TOKEN).all()
         whole = TokenTree(finished.tokens[r], finished.parents[r])
-        assert (whole.depths[len(tree) :] == 1).all()
+        assert (depths_of(whole)[len(tree) :] == 1).all()
 
 
 @given(sources, st.integers(1, 9))

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.token_trees import bits_of, depths_of, first_nodes
 from vllm_specinfer.tree.table import NO_TREE, TreeTable
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
@@ -84,10 +85,10 @@ class Tables(RuleBasedStateMachine):
                 continue
             root, tokens, parents, _ = self.live[slot]
             assert (self.table.tokens[slot] == tokens).all()
-            tree = TokenTree(np.arange(NODES), parents).truncate(drafts[i])
-            assert positions[rows].tolist() == [root, *(root + tree.depths)]
-            words = tree.ancestor_bits.shape[1]
-            assert (bits[rows, :words] == tree.ancestor_bits).all()
+            tree = first_nodes(TokenTree(np.arange(NODES), parents), drafts[i])
+            assert positions[rows].tolist() == [root, *(root + depths_of(tree))]
+            words = bits_of(tree).shape[1]
+            assert (bits[rows, :words] == bits_of(tree)).all()
             assert not bits[rows, words:].any()
 
     @invariant()

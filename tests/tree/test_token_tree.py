@@ -5,6 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.token_trees import (
+    bits_of,
+    depths_of,
+    first_nodes,
+    path_to,
+    paths_in,
+    tree_of,
+)
 from vllm_specinfer.tree.token_tree import (
     NO_NODE,
     ROOT,
@@ -42,7 +50,7 @@ def set_bits(row):
 
 @given(trees())
 def test_ancestor_bits_are_the_path_to_the_root_for_any_size(tree):
-    bits = tree.ancestor_bits
+    bits = bits_of(tree)
     assert bits.shape == (len(tree) + 1, num_words(len(tree) + 1))
     assert set_bits(bits[0]) == {0}
     for node in range(len(tree)):
@@ -51,27 +59,27 @@ def test_ancestor_bits_are_the_path_to_the_root_for_any_size(tree):
 
 @given(trees())
 def test_depth_counts_the_tokens_of_the_path(tree):
-    assert tree.depths.tolist() == [len(tree.path(i)) for i in range(len(tree))]
+    assert depths_of(tree).tolist() == [len(path) for path in paths_in(tree)]
 
 
 @given(trees(), st.integers(0, 200))
 def test_every_prefix_of_the_node_list_is_a_tree_with_the_same_paths(tree, cut):
-    head = tree.truncate(cut)
+    head = first_nodes(tree, cut)
     head.check_integrity()
     assert len(head) == min(cut, len(tree))
     for node in range(len(head)):
-        assert head.path(node) == tree.path(node)
+        assert path_to(head, node) == path_to(tree, node)
     rows = len(head) + 1
-    words = head.ancestor_bits.shape[1]
-    assert (head.ancestor_bits == tree.ancestor_bits[:rows, :words]).all()
+    words = bits_of(head).shape[1]
+    assert (bits_of(head) == bits_of(tree)[:rows, :words]).all()
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=12))
 def test_trie_union_holds_every_prefix_of_every_path_once(paths):
-    tree = TokenTree.from_paths(paths)
+    tree = tree_of(paths)
     tree.check_integrity()
     expected = {tuple(p[: i + 1]) for p in paths for i in range(len(p))}
-    got = [tuple(tree.path(i)) for i in range(len(tree))]
+    got = paths_in(tree)
     assert len(got) == len(set(got))
     assert set(got) == expected
 
@@ -79,11 +87,11 @@ def test_trie_union_holds_every_prefix_of_every_path_once(paths):
 @given(st.lists(trees(max_nodes=70), min_size=1, max_size=5))
 def test_batched_rows_equal_those_of_each_tree(batch):
     n = min(len(t) for t in batch)
-    parents = np.stack([t.truncate(n).parents for t in batch])
+    parents = np.stack([first_nodes(t, n).parents for t in batch])
     for i, tree in enumerate(batch):
-        head = tree.truncate(n)
-        assert (ancestor_bits(parents)[i] == head.ancestor_bits).all()
-        assert (node_depths(parents)[i, 1:] == head.depths).all()
+        head = first_nodes(tree, n)
+        assert (ancestor_bits(parents)[i] == bits_of(head)).all()
+        assert (node_depths(parents)[i, 1:] == depths_of(head)).all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 200])
@@ -111,7 +119,7 @@ def test_integrity_check_refuses_what_is_not_a_tree(tokens, parents):
 def test_leaf_paths_are_the_longest_paths_and_cover_the_tree(tree):
     paths = list(tree.leaf_paths())
     for path in paths:
-        assert [int(tree.tokens[node]) for node in path] == tree.path(path[-1])
+        assert [int(tree.tokens[node]) for node in path] == path_to(tree, path[-1])
         assert path[-1] not in tree.parents
     assert {node for path in paths for node in path} == set(range(len(tree)))
     assert len({path[-1] for path in paths}) == len(paths)

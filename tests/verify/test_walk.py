@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+from tests.token_trees import paths_in, tree_of
+from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.verify.walk import TreeWalk
 
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12)
@@ -17,8 +18,8 @@ def plain_next(prefix):
 
 @given(PATHS, st.lists(st.integers(0, 2), max_size=4))
 def test_walk_goes_with_the_plain_continuation_as_deep_as_the_tree(paths, prompt):
-    tree = TokenTree.from_paths(paths)
-    known = {tuple(tree.path(i)): i + 1 for i in range(len(tree))}
+    tree = tree_of(paths)
+    known = {path: row for row, path in enumerate(paths_in(tree), start=1)}
     walk = TreeWalk(tree.tokens, tree.parents)
     emitted = []
     while True:
@@ -31,7 +32,7 @@ def test_walk_goes_with_the_plain_continuation_as_deep_as_the_tree(paths, prompt
 
 
 def test_walk_without_nodes_stays_at_the_root():
-    empty = TokenTree.from_paths([])
+    empty = tree_of([])
     walk = TreeWalk(empty.tokens, empty.parents)
     assert not walk.advance(42)
     assert walk.path == []

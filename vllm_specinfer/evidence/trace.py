@@ -13,7 +13,7 @@ Dimension legend: S recorded steps, C nodes of the widest recorded tree.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,11 +73,6 @@ class Trace:
     ranks: np.ndarray
     scores: np.ndarray
     on_path: np.ndarray
-
-    def only(self, steps: np.ndarray) -> "Trace":
-        """The steps that are chosen, [S] bool."""
-        columns = ("requests", "depths", "parents", "ranks", "scores", "on_path")
-        return replace(self, **{name: getattr(self, name)[steps] for name in columns})
 
     @property
     def tokens_per_step(self) -> float:

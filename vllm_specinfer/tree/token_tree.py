@@ -7,7 +7,7 @@ The root is the last verified token; it is implicit and numbered 0 in *rows*
 order: every parent precedes its children, so any prefix of the node list is a tree.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,46 +36,8 @@ class TokenTree:
     tokens: np.ndarray
     parents: np.ndarray
 
-    @classmethod
-    def from_paths(cls, paths: Iterable[Iterable[int]]) -> "TokenTree":
-        """The trie union of token paths that start below the root.
-
-        Nodes are shared by whole path, never by (token, depth) alone.
-        """
-        tokens: list[int] = []
-        parents: list[int] = []
-        children: dict[tuple[int, int], int] = {}
-        for path in paths:
-            node = ROOT
-            for token in path:
-                key = (node, int(token))
-                if key not in children:
-                    children[key] = len(tokens)
-                    tokens.append(int(token))
-                    parents.append(node)
-                node = children[key]
-        return cls(np.array(tokens, np.int64), np.array(parents, np.int32))
-
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def depths(self) -> np.ndarray:
-        """[N] int32: 1 for the root's children."""
-        return node_depths(self.parents[None])[0, 1:]
-
-    @property
-    def ancestor_bits(self) -> np.ndarray:
-        """[N + 1, W] int64: bit j of row i says whether row i sees row j."""
-        return ancestor_bits(self.parents[None])[0]
-
-    def path(self, node: int) -> list[int]:
-        """Tokens from below the root down to `node` (S_u without the root)."""
-        tokens = []
-        while node != ROOT:
-            tokens.append(int(self.tokens[node]))
-            node = int(self.parents[node])
-        return tokens[::-1]
 
     def leaf_paths(self) -> Iterator[list[int]]:
         """The nodes from below the root down to each leaf; what is no node is none."""
@@ -88,10 +50,6 @@ class TokenTree:
                     path.append(node)
                     node = parents[node]
                 yield path[::-1]
-
-    def truncate(self, num_nodes: int) -> "TokenTree":
-        """The tree of the first `num_nodes` nodes."""
-        return TokenTree(self.tokens[:num_nodes], self.parents[:num_nodes])
 
     def check_integrity(self) -> None:
         """Raises ValueError unless the arrays describe a tree in flat order."""
