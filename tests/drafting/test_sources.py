@@ -48,8 +48,7 @@ class Chain:
     def skip(self, step):
         pass
 
-    def propose(self, step, least):
-        self.asked.append(np.exp(least))
+    def propose(self, step):
         n = len(self.tokens)
         chance = self.calibration.corrected(np.log(self.chance))
         candidates = Candidates(
@@ -64,7 +63,8 @@ class Chain:
         return Proposal(candidates, [draws])
 
     def begin(self, step, least):
-        proposal = self.propose(step, least)
+        self.asked.append(np.exp(least))
+        proposal = self.propose(step)
         return lambda: proposal
 
 

@@ -132,7 +132,7 @@ def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
             all_token_ids=tokens,
             tests_draws=False,
         )
-        expected = source.propose(step, np.zeros(num_slots)).candidates
+        expected = source.propose(step).candidates
         found = source.on_device.find(
             torch.from_numpy(slots).to(device), torch.from_numpy(grows).to(device)
         )

@@ -37,7 +37,7 @@ def chance_after(length: int) -> float:
 
 
 class Lookup(Protocol):
-    """Knows texts."""
+    """Knows texts; what keeps nothing between steps has only the last two methods."""
 
     def start(self, slot: int) -> None:
         """A request starts in a slot."""
@@ -45,11 +45,11 @@ class Lookup(Protocol):
     def forget(self) -> None:
         """Forget all texts."""
 
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
-        """What may follow a request's tokens [n] int32; parents before children."""
-
     def read(self, slot: int, tokens: np.ndarray) -> Any:
         """A request has these tokens [n] int32; `find` need not be asked."""
+
+    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
+        """What may follow a request's tokens [n] int32; parents before children."""
 
     def on_device(self, copies: "TextCopies") -> "DeviceSuffixes | DeviceNgrams":
         """The same for texts that the host does not know."""
@@ -84,13 +84,8 @@ class LookupSource:
         """The device has looked up what may follow a request's tokens [n] int32."""
         self._lookup.read(slot, tokens)
 
-    def propose(self, step: DraftStep, least: np.ndarray) -> Proposal:
-        """Look up what may follow the R requests, whatever is left out later.
-
-        Args:
-            step: The step.
-            least: Not used.
-        """
+    def propose(self, step: DraftStep) -> Proposal:
+        """Look up what may follow the R requests, whatever is left out later."""
         found = []
         for i in step.growing.tolist():
             slot = int(step.slots[i])
@@ -146,7 +141,7 @@ class LookupSource:
         )
 
 
-class Ngrams:
+class Ngrams(Lookup):
     """What followed the earliest of the longest matches within the request's tokens.
 
     Finds what vLLM's method "ngram" finds (vllm/v1/spec_decode/ngram_proposer.py),
@@ -161,15 +156,6 @@ class Ngrams:
             max_depth: Most tokens to propose.
         """
         self._source, self._max_depth = source, max_depth
-
-    def start(self, slot: int) -> None:
-        """Nothing is kept between steps."""
-
-    def forget(self) -> None:
-        """Nothing is kept between steps."""
-
-    def read(self, slot: int, tokens: np.ndarray) -> None:
-        """Nothing is kept between steps."""
 
     def on_device(self, copies: "TextCopies") -> "DeviceNgrams":
         """The same where the host does not look on."""

@@ -179,7 +179,7 @@ class SourceSet:
         else:
             grows = decided.grows
         if grows:
-            proposals = [source.propose(step, least) for source in self.lookups]
+            proposals = [source.propose(step) for source in self.lookups]
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = np.maximum(least, known.nth_score(self._num_nodes))
