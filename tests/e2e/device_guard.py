@@ -119,7 +119,6 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     """Guard everything that runs inside; count launches of kernels by name."""
     from vllm_specinfer import model_state
     from vllm_specinfer.attention import cuda as attention
-    from vllm_specinfer.commit import cuda as commit
     from vllm_specinfer.drafting import ssm, tree_graphs
     from vllm_specinfer.verify import device_sampler, sampler
 
@@ -158,7 +157,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
             (device_sampler, "walk_trees"),
             (tree_graphs, "coupled_children"),
             (attention, "tree_attention"),
-            (commit, "commit_paths"),
+            (attention, "commit_paths"),
             (ssm, "set_forward_context"),
             (sampler, "get_num_sampled_and_rejected"),
         ):

@@ -6,10 +6,13 @@ may have runs on ours alone, trees and causal rows in one launch; so do captured
 which find the trees of a step in buffers that the builder fills. Not yet run on a GPU.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.platforms.interface import DeviceCapability
@@ -34,7 +37,8 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.metadata import TreeRows
-from vllm_specinfer.commit.cuda import CUDACommit
+from vllm_specinfer.commit.paths import CommitWalks
+from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.tree_attention import (
     WORD_BITS,
@@ -235,9 +239,6 @@ def _most_rows(tree: TreeRows) -> int:
 class CUDATreeAttentionImpl(TritonAttentionImpl):
     """Runs tree rows through `tree_attention`, prefills through vLLM."""
 
-    # How the layers' caches are committed.
-    commit_paths_of = CUDACommit
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.alibi_slopes is not None or self.chunk_lookback > -1:
@@ -248,6 +249,12 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
             )
         # Our kernel takes queries and gives outputs of the model's type.
         self.supports_quant_query_input = False
+
+    @staticmethod
+    def commit_paths_of(layers: Sequence[nn.Module]) -> CommitWalks:
+        """Commits these layers by one launch; their caches stay where they are."""
+        table = LayerTable.of([layer.kv_cache for layer in layers])
+        return functools.partial(commit_paths, table)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Outputs are not quantized."""
