@@ -15,6 +15,7 @@ from vllm_specinfer.drafting.graphs import (
     PassGraph,
     PassGraphs,
     PassRows,
+    StaticPass,
     most_requests,
 )
 
@@ -45,7 +46,8 @@ def graph(shape: GraphShape) -> PassGraph:
         return outputs
 
     graph = SimpleNamespace(replay=launch)
-    return PassGraph(shape, inputs, states, Captured(outputs, graph, launch))
+    fixed = StaticPass(inputs, tensors, states, launch)
+    return PassGraph(shape, fixed, Captured(outputs, graph, launch))
 
 
 @pytest.mark.parametrize(
@@ -129,5 +131,6 @@ def test_a_pass_gives_its_own_rows_whatever_ran_before():
     tokens, states = found.run(rows_of([2]), torch.full((2, 2), 3.0))
     assert tokens.tolist() == [200, 202]
     assert states.tolist() == [[6, 6], [6, 6]]
-    assert PassRows(*found.inputs.tensors).starts.tolist() == [0, 2, 2]
-    assert PassRows(*found.inputs.tensors).kv_slots.tolist()[2:] == [PAD_SLOT_ID] * 4
+    filled = PassRows(*found.fixed.inputs.tensors)
+    assert filled.starts.tolist() == [0, 2, 2]
+    assert filled.kv_slots.tolist()[2:] == [PAD_SLOT_ID] * 4

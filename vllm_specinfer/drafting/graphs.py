@@ -197,22 +197,20 @@ class PassGraph(NamedTuple):
 
     Attributes:
         shape: Its largest pass.
-        inputs: `PassRows` on the device, filled before each replay.
-        states: [F, D] what rows read besides their tokens; None for nothing.
+        fixed: What was captured; its inputs are filled before each replay.
         captured: Its launches.
     """
 
     shape: GraphShape
-    inputs: StagedBuffers
-    states: torch.Tensor | None
+    fixed: StaticPass
     captured: Captured
 
     def run(self, rows: PassRows, states: torch.Tensor | None) -> Outputs:
         """What a pass over these rows gives, until the next one."""
-        self.inputs.fill(*rows.padded(self.shape))
+        self.fixed.inputs.fill(*rows.padded(self.shape))
         num_rows = len(rows.tokens)
         if states is not None:
-            self.states[:num_rows].copy_(states)
+            self.fixed.states[:num_rows].copy_(states)
         self.captured.replay()
         return tuple(output[:num_rows] for output in self.captured.outputs)
 

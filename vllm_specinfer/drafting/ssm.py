@@ -228,8 +228,7 @@ class NeuralSSM:
 
     def _graph(self, shape: GraphShape) -> PassGraph:
         fixed = self.static_pass(shape, PassRows.padding(shape))
-        captured = self.captured(fixed.launch)
-        return PassGraph(shape, fixed.inputs, fixed.states, captured)
+        return PassGraph(shape, fixed, self.captured(fixed.launch))
 
     def captured(self, launch: Callable[[], Outputs]) -> Captured:
         """What is launched, as a graph (`graphs.captured`)."""
