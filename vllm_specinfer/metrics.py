@@ -43,44 +43,50 @@ class TreeStatLogger(AggregateStatLoggerBase):
         max_nodes = spec.num_speculative_tokens
         self._model_name = vllm_config.model_config.served_model_name
         self._engines = engine_indexes
-        self._drafted = self._counters(
+        by_source = {"source": spec.source_names}
+        self._drafted = self._by_label(
+            Counter,
             "drafted_nodes",
             "Nodes of the drafted trees; one of several sources counts for the first.",
-            source=spec.source_names,
+            by_source,
         )
-        self._accepted = self._counters(
+        self._accepted = self._by_label(
+            Counter,
             "accepted_tokens",
             "Accepted nodes; one of several sources counts for the first.",
-            source=spec.source_names,
+            by_source,
         )
-        self._plain = self._counters(
+        self._plain = self._by_label(
+            Counter,
             "plain_request_steps",
             "Requests that ran in a step without any node.",
-            reason=REASONS,
+            {"reason": REASONS},
         )
-        self._blocks = {
-            SHORT_STEPS: self._counters(
-                SHORT_STEPS, "Steps that lacked K/V blocks, so that trees got no more."
-            ),
-            RETURNED_BLOCKS: self._counters(
-                RETURNED_BLOCKS, "K/V blocks that trees gave back in such steps."
-            ),
+        blocks = {
+            SHORT_STEPS: "Steps that lacked K/V blocks, so that trees got no more.",
+            RETURNED_BLOCKS: "K/V blocks that trees gave back in such steps.",
         }
-        self._nodes = self._histograms(
+        self._blocks = {
+            name: self._by_label(Counter, name, text) for name, text in blocks.items()
+        }
+        self._nodes = self._by_label(
+            Histogram,
             "step_nodes",
             "Nodes that a step with generating requests verified for all of them.",
-            up_to(max_nodes * vllm_config.scheduler_config.max_num_seqs),
+            buckets=up_to(max_nodes * vllm_config.scheduler_config.max_num_seqs),
         )
-        self._depths = self._histograms(
+        self._depths = self._by_label(
+            Histogram,
             "accepted_depth",
             "Accepted nodes of one tree, which is how deep its accepted path went.",
-            up_to(max_nodes),
+            buckets=up_to(max_nodes),
         )
-        self._seconds = self._histograms(
+        self._seconds = self._by_label(
+            Histogram,
             "phase_seconds",
             "Time of a step's phase on the worker's host.",
-            SECONDS,
-            phase=PHASES,
+            {"phase": PHASES},
+            buckets=SECONDS,
         )
 
     def record(
@@ -117,38 +123,22 @@ class TreeStatLogger(AggregateStatLoggerBase):
     def log_engine_initialized(self) -> None:
         """Nothing to log."""
 
-    def _counters(
-        self, name: str, documentation: str, **label: tuple[str, ...]
-    ) -> dict[tuple, Counter]:
-        return self._children(
-            Counter(f"vllm:specinfer_{name}", documentation, self._labels(label)), label
-        )
-
-    def _histograms(
+    def _by_label(
         self,
+        kind: type[Counter | Histogram],
         name: str,
         documentation: str,
-        buckets: tuple[float, ...],
-        **label: tuple[str, ...],
-    ) -> dict[tuple, Histogram]:
-        metric = Histogram(
-            f"vllm:specinfer_{name}",
-            documentation,
-            self._labels(label),
-            buckets=buckets,
-        )
-        return self._children(metric, label)
-
-    def _labels(self, label: dict[str, tuple[str, ...]]) -> list[str]:
-        return ["model_name", "engine", *label]
-
-    def _children(self, metric: Any, label: dict[str, tuple[str, ...]]) -> dict:
+        label: dict[str, tuple[str, ...]] | None = None,
+        **options: Any,
+    ) -> dict[tuple, Any]:
         """By engine and the label's value, if there is one: all from the start."""
-        values = [(v,) for of_label in label.values() for v in of_label] or [()]
+        labels = ["model_name", "engine", *(label or {})]
+        metric = kind(f"vllm:specinfer_{name}", documentation, labels, **options)
+        values = [(v,) for of_label in (label or {}).values() for v in of_label]
         return {
             (engine, *value): metric.labels(self._model_name, str(engine), *value)
             for engine in self._engines
-            for value in values
+            for value in values or [()]
         }
 
 
