@@ -52,7 +52,7 @@ class Chains(NamedTuple):
             device: Where the logits are.
         """
         chains = [
-            [0, *path] if looks_back else path[-1:] or [0]
+            [0, *path] if looks_back else [last_row(path)]
             for path, looks_back in zip(paths, looks, strict=True)
         ]
         counts = np.array([len(chain) for chain in chains])
@@ -97,6 +97,11 @@ class Chains(NamedTuple):
             (looks[:, None] * before)[chain, places],
             paths[chain],
         )
+
+
+def last_row(path: list[int]) -> int:
+    """The row of the tree that a path from depth 1 down leads to; 0 for the root."""
+    return path[-1] if path else 0
 
 
 def looks_back(sampler: Sampler, slots: np.ndarray) -> np.ndarray:

@@ -21,8 +21,8 @@ from vllm_specinfer.tree.device_draws import TestedDraws
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.verify.chains import Chains, looks_back, needs_chain
-from vllm_specinfer.verify.logprobs import placed
+from vllm_specinfer.verify.chains import Chains, last_row, looks_back, needs_chain
+from vllm_specinfer.verify.logprobs import placed, taken
 from vllm_specinfer.verify.path_penalties import PathPenalties
 from vllm_specinfer.verify.sampler import TreeSampler
 from vllm_specinfer.verify.stochastic import (
@@ -151,7 +151,7 @@ class DeviceTreeSampler(TreeSampler):
         """As `TreeSampler`; penalties hear of paths that stand in no rows."""
         if not (isinstance(plan, DevicePlan) and looks_back(self.sampler, slots).any()):
             return super()._chains(plan, slots, first, paths, device)
-        rows = np.array([path[-1] if path else 0 for path in paths])
+        rows = np.array([last_row(path) for path in paths])
         looks = needs_chain(self.sampler, slots)
         chains = Chains.on_device(plan.buffers, slots, rows, first, looks)
         self._penalties.paths = chains.paths
@@ -169,7 +169,7 @@ class DeviceTreeSampler(TreeSampler):
             return super()._draws(plan, requests, paths, rows)
         there = np.flatnonzero(plan.is_tree[requests])
         slots = plan.slots[requests][there].astype(np.int64)
-        nodes = np.array([path[-1] if path else 0 for path in paths])[there]
+        nodes = np.array([last_row(path) for path in paths])[there]
 
         def draws_of(kept: np.ndarray) -> TestedDraws:
             device = plan.buffers.tokens.device
@@ -225,10 +225,4 @@ def _chosen(
     if found is None:
         return None
     num_reqs, width = rows.shape
-    rows = rows.flatten()
-    return LogprobsTensors(
-        found.logprob_token_ids[rows],
-        found.logprobs[rows],
-        found.selected_token_ranks[rows],
-        [i * width for i in range(num_reqs + 1)],
-    )
+    return taken(found, rows.flatten(), [i * width for i in range(num_reqs + 1)])

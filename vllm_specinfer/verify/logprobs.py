@@ -6,6 +6,20 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 
 
+def taken(
+    found: LogprobsTensors,
+    rows: torch.Tensor,
+    starts: list[int] | None = None,
+) -> LogprobsTensors:
+    """Some rows of a table; `starts` says where each request's begin."""
+    return LogprobsTensors(
+        found.logprob_token_ids[rows],
+        found.logprobs[rows],
+        found.selected_token_ranks[rows],
+        starts,
+    )
+
+
 def placed(
     num_rows: int,
     parts: Iterable[tuple[torch.Tensor | slice, LogprobsTensors | None]],

@@ -21,8 +21,8 @@ from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
-from vllm_specinfer.verify.chains import Chains, looks_back
-from vllm_specinfer.verify.logprobs import placed
+from vllm_specinfer.verify.chains import Chains, last_row, looks_back
+from vllm_specinfer.verify.logprobs import placed, taken
 from vllm_specinfer.verify.stochastic import DrawsOfRows, DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
@@ -191,11 +191,7 @@ class TreeSampler:
         if output.num_nans is not None:
             output.num_nans = output.num_nans[last]
         if (found := output.logprobs_tensors) is not None:
-            output.logprobs_tensors = LogprobsTensors(
-                found.logprob_token_ids[last],
-                found.logprobs[last],
-                found.selected_token_ranks[last],
-            )
+            output.logprobs_tensors = taken(found, last)
         return output
 
     def _chains(
@@ -230,8 +226,7 @@ class TreeSampler:
         slots = batch.idx_mapping_np[requests]
         first = batch.cu_num_logits_np[requests].tolist()
         rows = [
-            start + (path[-1] if path else 0)
-            for start, path in zip(first, paths, strict=True)
+            start + last_row(path) for start, path in zip(first, paths, strict=True)
         ]
         if not states.temperature.np[slots].any():
             return self._argmax(logits, rows)
@@ -279,7 +274,7 @@ class TreeSampler:
         draws = []
         if plan is not None:
             draws = [
-                plan.draws(i, path[-1] if path else 0)
+                plan.draws(i, last_row(path))
                 for i, path in zip(requests, paths, strict=True)
             ]
         there = [g for g, of_row in enumerate(draws) if of_row is not None]
