@@ -41,12 +41,7 @@ class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
     ) -> None:
         """Take the trees of a step that runs; its grammars are still to be asked."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        for req_id, tokens, parents in zip(
-            draft_token_ids.req_ids,
-            draft_token_ids.draft_token_ids,
-            draft_token_ids.parents,
-            strict=True,
-        ):
+        for req_id, tokens, parents in draft_token_ids.each():
             if PLACEHOLDER_TOKEN not in tokens:
                 count = len(drafts.get(req_id, ()))
                 self._trees[req_id] = TokenTree(

@@ -81,12 +81,7 @@ class SpecInferScheduler(Scheduler):
         """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
         super().update_draft_token_ids(draft_token_ids)
         self._trees = {r: t for r, t in self._trees.items() if r in self.requests}
-        for req_id, tokens, parents in zip(
-            draft_token_ids.req_ids,
-            draft_token_ids.draft_token_ids,
-            draft_token_ids.parents,
-            strict=True,
-        ):
+        for req_id, tokens, parents in draft_token_ids.each():
             request = self.requests.get(req_id)
             if (
                 request is None
