@@ -88,8 +88,7 @@ def test_ssms_stay_on_the_device_whatever_of_the_target_does_not(monkeypatch, fa
         tree=BestFirstTree(4, 4),
         verification_rule="coupled",
     )
-    monkeypatch.setattr(loading, "_load_ssm", load)
-    monkeypatch.setattr(loading, "eagle_type", lambda _: None)
+    monkeypatch.setattr(loading, "_load", load)
     set_offloader(offloader)
     try:
         with pytest.raises(OSError) if fails else contextlib.nullcontext():

@@ -53,10 +53,7 @@ def load_sources(
             continue
         number, config = len(ssms), next(configs)
         with _not_offloaded(), _window_of(config, vllm_config):
-            if eagle_type(config) is None:
-                ssm = _load_ssm(vllm_config, config, device, f"ssm{number}")
-            else:
-                ssm = _load_head(vllm_config, config, device, target)
+            ssm = _load(vllm_config, config, device, target, f"ssm{number}")
         ssms.append(
             NeuralSource(
                 ssm,
@@ -171,28 +168,23 @@ def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig
     )
 
 
-def _load_ssm(
-    vllm_config: VllmConfig, model_config: ModelConfig, device: torch.device, name: str
-) -> NeuralSSM:
-    config = _config_of(vllm_config, model_config)
-    layers = vllm_config.compilation_config.static_forward_context
-    before = set(layers)
-    with set_model_tag(name):
-        model = get_model(vllm_config=config, prefix=name)
-    return NeuralSSM(model, config, set(layers) - before, device)
-
-
-def _load_head(
+def _load(
     vllm_config: VllmConfig,
     model_config: ModelConfig,
     device: torch.device,
     target: nn.Module,
-) -> EagleHead:
+    name: str,
+) -> NeuralSSM:
+    """An SSM or a head, and which layers came with it."""
     layers = vllm_config.compilation_config.static_forward_context
     before = set(layers)
+    config = _config_of(vllm_config, model_config)
+    if eagle_type(model_config) is None:
+        with set_model_tag(name):
+            model = get_model(vllm_config=config, prefix=name)
+        return NeuralSSM(model, config, set(layers) - before, device)
     model = load_eagle_model(target, vllm_config)
     width = vllm_config.model_config.get_hidden_size()
     if vllm_config.speculative_config.reads_layers:
         width = model.model.fc.input_size
-    config = _config_of(vllm_config, model_config)
     return EagleHead(model, config, set(layers) - before, device, width)
