@@ -349,6 +349,9 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
         )
 
 
+_no = classmethod(lambda cls: False)
+
+
 class CUDATreeAttentionBackend(TritonAttentionBackend):
     """Registered as CUSTOM, which must also be its name."""
 
@@ -390,35 +393,13 @@ class CUDATreeAttentionBackend(TritonAttentionBackend):
         """Decoders only."""
         return attn_type == AttentionType.DECODER
 
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """Rows without a tree are causal."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """No bidirectional ranges."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """No reference sliding window."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """No ALiBi."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Splits of the KV positions follow the batch."""
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """The rows' bits lie where the host expects the rows."""
-        return False
+    supports_non_causal = _no  # rows without a tree are causal
+    supports_mm_prefix = _no  # no bidirectional ranges
+    supports_rswa = _no  # no reference sliding window
+    supports_alibi_sqrt = _no  # no ALiBi
+    supports_batch_invariance = _no  # splits of the KV positions follow the batch
+    # The rows' bits lie where the host expects the rows.
+    supports_device_cpu_query_lens_mismatch = _no
 
 
 def register(backend: type[TritonAttentionBackend] = CUDATreeAttentionBackend) -> None:
