@@ -36,7 +36,7 @@ from vllm_specinfer.evidence.engines import (
     start_engine,
 )
 from vllm_specinfer.evidence.measured import PLAIN, Cell, Measured, Results, report
-from vllm_specinfer.tuning.settings import installed_versions, write_json
+from vllm_specinfer.results import installed_versions, write_json
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.tables import markdown_of, write_csv
 from vllm_specinfer.evidence.trace import Trace, read_trace
 from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.results import installed_versions
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import (
     DEFAULT_SIZE,
@@ -31,7 +32,6 @@ from vllm_specinfer.scheduling.predictor import (
     node_features,
 )
 from vllm_specinfer.tree.token_tree import ROOT
-from vllm_specinfer.tuning.settings import installed_versions
 
 HELD_OUT_EACH = 4
 EPOCHS, BATCH, RATE = 30, 256, 2e-2

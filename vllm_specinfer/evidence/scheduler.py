@@ -72,13 +72,7 @@ class RecordedSSM:
         self, hidden: tuple[np.ndarray, np.ndarray], count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """[F, K] log chances and nodes of the recorded children."""
-        steps, nodes = hidden
-        children = self._trace.children[steps, nodes + 1, :count]
-        scores = self._trace.scores[steps[:, None], children]
-        above = np.where(nodes == ROOT, 0.0, self._trace.scores[steps, nodes])
-        return np.where(
-            children == NO_TOKEN, -np.inf, scores - above[:, None]
-        ), children
+        return self._trace.children_of(*hidden, count)
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray

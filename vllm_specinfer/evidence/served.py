@@ -28,7 +28,7 @@ from vllm_specinfer.evidence.bench import BenchSettings, circumstances, load_pro
 from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS
 from vllm_specinfer.evidence.measured import PLAIN, Cell
 from vllm_specinfer.evidence.tables import markdown, write_csv
-from vllm_specinfer.tuning.settings import write_json
+from vllm_specinfer.results import write_json
 
 START_SECONDS, STOP_SECONDS = 600, 60
 MEASURED = {

@@ -133,11 +133,8 @@ def simulate(trace: Trace, name: str, tree: Tree, num_nodes: int) -> Simulated:
     levels = np.zeros(num_steps, int)
     while True:
         levels[np.unique(steps)] += 1
-        children = trace.children[steps, nodes + 1, : growth.num_children]
-        scores = trace.scores[steps[:, None], children]
-        scores = np.where(children == NO_TOKEN, -np.inf, scores)
-        above = np.where(nodes == ROOT, 0.0, trace.scores[steps, nodes])
-        frontier = growth.extend(scores - above[:, None], children)
+        found = trace.children_of(steps, nodes, growth.num_children)
+        frontier = growth.extend(*found)
         if frontier is None:
             break
         steps, nodes = frontier.requests, frontier.tokens

@@ -8,7 +8,8 @@ Each other line is one verified tree of one request, its nodes from the likelies
 chance that its sources give to its path) and `on_path` (1 where the target's own
 tokens go through it).
 
-Dimension legend: S recorded steps, C nodes of the widest recorded tree.
+Dimension legend: S recorded steps, C nodes of the widest recorded tree, F some of
+their nodes, K children of each.
 """
 
 import json
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specinfer.options import ExpansionTree
+from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT
 
 _COLUMNS = ("depth", "rank", "parent", "score", "on_path")
@@ -91,6 +93,26 @@ class Trace:
         rows, ranks = self.parents[steps, nodes] + 1, self.ranks[steps, nodes]
         children[steps, rows, ranks] = nodes
         return children
+
+    def children_of(
+        self, steps: np.ndarray, nodes: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first children of some nodes.
+
+        Args:
+            steps: [F] steps of the nodes.
+            nodes: [F] nodes, `ROOT` for the root.
+            count: Children of each (K).
+
+        Returns:
+            [F, K] log chances given the parent, -inf where there is no child, and the
+            children.
+        """
+        children = self.children[steps, nodes + 1, :count]
+        scores = self.scores[steps[:, None], children]
+        above = np.where(nodes == ROOT, 0.0, self.scores[steps, nodes])
+        given = np.where(children == NO_TOKEN, -np.inf, scores - above[:, None])
+        return given, children
 
 
 def read_trace(file: Path) -> Trace:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.results import write_json
 from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import model
 from vllm_specinfer.tuning.data import TrainingData, prepare
@@ -25,7 +26,6 @@ from vllm_specinfer.tuning.settings import (
     CHECKPOINT_COPIES,
     PoolSettings,
     check_disk,
-    write_json,
 )
 from vllm_specinfer.tuning.training import fit
 

