@@ -14,8 +14,9 @@ Where 0.33 differs from 0.32 the code takes both. These are all the places:
 """
 
 import importlib
-import os
 import re
+
+from vllm_specinfer.flags import is_on
 
 SUPPORTED = ("0.32", "0.33")
 ANY_VLLM_ENV = "VLLM_SPECINFER_ANY_VLLM"
@@ -83,7 +84,7 @@ def unsupported_reason(required: tuple[str, ...] = REQUIRED) -> str | None:
     import vllm
 
     version = vllm.__version__
-    if release(version) is None and os.environ.get(ANY_VLLM_ENV, "0") in ("", "0"):
+    if release(version) is None and not is_on(ANY_VLLM_ENV):
         supported = " or ".join(f"{known}.x" for known in SUPPORTED)
         return (
             f"vLLM must be {supported} for method specinfer, or {ANY_VLLM_ENV}=1 must "

@@ -3,14 +3,14 @@
 vLLM calls ``register`` in every process, before engine arguments become a config.
 """
 
-import os
+from vllm_specinfer.flags import is_on
 
 DISABLE_ENV = "VLLM_SPECINFER_DISABLE"
 
 
 def disabled() -> bool:
     """Whether the kill switch is on."""
-    return os.environ.get(DISABLE_ENV, "0") not in ("", "0")
+    return is_on(DISABLE_ENV)
 
 
 def register() -> None:

@@ -40,12 +40,8 @@ from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.paths import CommitWalks
 from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
-from vllm_specinfer.kernels.triton.tree_attention import (
-    WORD_BITS,
-    rows_per_block,
-    tree_attention,
-)
-from vllm_specinfer.tree.token_tree import num_words
+from vllm_specinfer.kernels.triton.tree_attention import rows_per_block, tree_attention
+from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
 
 
 @dataclass

@@ -8,7 +8,8 @@ Removed when: vLLM's CPU build runs Model Runner V2 by itself.
 
 import os
 
-_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
+from vllm_specinfer.hooks.speculative_config import V2_ENV
+
 # The flag's value from before ``enable_in_frontend``; empty when it is not enabled.
 _flag_before: list[bool] = []
 
@@ -27,7 +28,7 @@ def enable_in_frontend() -> None:
     if not _flag_before:
         _flag_before.append(config.HAS_TRITON)
     config.HAS_TRITON = True
-    os.environ.setdefault(_RUNNER_ENV, "1")
+    os.environ.setdefault(V2_ENV, "1")
 
 
 def disable_in_frontend() -> None:

@@ -1,11 +1,11 @@
 """What must hold of blocks after every step; checked where VLLM_SPECINFER_DEBUG=1."""
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_specinfer.device import read
+from vllm_specinfer.flags import is_on
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,7 +17,7 @@ BlockIds = tuple[list[int], ...]
 
 def checked() -> bool:
     """Whether the user wants every step to be checked."""
-    return os.environ.get(DEBUG_ENV, "0") not in ("", "0")
+    return is_on(DEBUG_ENV)
 
 
 def check_blocks(scheduler: "Scheduler") -> None:
