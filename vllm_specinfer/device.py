@@ -1,9 +1,7 @@
 """What crosses between host and device: few copies, and none where both are one.
 
-Trees are planned on the host, in NumPy, and grown there, too, but in CUDA graphs.
-Everything that a step reads from the device for it goes through `read`, where the host
-waits; everything it sends goes through `stage`, where it does not. On a CPU both are
-views of the same memory.
+The host reads by `read` and waits, or by `read_later` and waits later; it sends by
+`stage` and `StagedBuffers`. On a CPU `read` and `stage` are views of the same memory.
 """
 
 import itertools

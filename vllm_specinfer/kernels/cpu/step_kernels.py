@@ -52,11 +52,11 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     "sample.prompt_logprob.prompt_logprobs_token_ids": (
         logprobs.prompt_logprobs_token_ids
     ),
-    # vLLM's own draft_model chain, to compare with.
     "sample.thinking_budget.update_committed_marker_cache": (
         thinking_budget.update_committed_marker_cache
     ),
     "sample.thinking_budget.thinking_budget": thinking_budget.thinking_budget,
+    # vLLM's own draft_model chain, to compare with.
     "spec_decode.standalone_ar.speculator.prepare_prefill_inputs": (
         chain_rejection.prepare_draft_prefill_inputs
     ),
