@@ -34,6 +34,18 @@ from vllm_specinfer.trees import default_tree
 _UNLIMITED = 1 << 20  # tokens and slots
 
 
+class RecordedKV:
+    """As if all tokens had been read, without a limit."""
+
+    def num_unread(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
+        """None."""
+        return 0
+
+    def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """No limit."""
+        return np.full(len(slots), _UNLIMITED)
+
+
 class RecordedSSM:
     """A trace in place of an SSM and of what chooses its children.
 
@@ -45,15 +57,11 @@ class RecordedSSM:
     draws = False
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+        self._trace, self.kv = trace, RecordedKV()
         self.step = self.num_rows = self.num_levels = self.num_passes = 0
 
     def start(self, slot: int, request: Any) -> None:
         """Nothing is kept."""
-
-    def num_unread(self, step: DraftStep) -> int:
-        """A recorded SSM has read everything."""
-        return 0
 
     def skip(self, step: DraftStep) -> None:
         """Nothing is kept."""
@@ -63,10 +71,6 @@ class RecordedSSM:
         self.num_rows += 1
         self.num_passes += 1
         return np.array([self.step]), np.array([ROOT])
-
-    def capacity(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """No limit."""
-        return np.full(len(slots), _UNLIMITED)
 
     def likeliest(
         self, hidden: tuple[np.ndarray, np.ndarray], count: int
