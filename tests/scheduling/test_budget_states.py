@@ -66,9 +66,13 @@ class Budgets(RuleBasedStateMachine):
         if self.budget._step.known and num_reqs:
             admitted = np.exp(-np.sort(-scores, axis=1)[:, :NODES])
             admitted = admitted[admitted >= np.exp(least)]
+            drafting = self.budget._draft_seconds(num_reqs) if drafted else 0.0
             rate, plain = (
                 (num_reqs + of.sum())
-                / self.budget._step.seconds(num_reqs + len(of), len(of) > 0)
+                / (
+                    self.budget._step.seconds(num_reqs + len(of), len(of) > 0)
+                    + drafting
+                )
                 for of in (admitted, admitted[:0])
             )
             assert rate >= plain * (1 - 1e-9), "nothing would bring more"

@@ -26,7 +26,7 @@ from vllm_specinfer.evidence.kernels import (
     measure,
 )
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
-from vllm_specinfer.tree.token_tree import TokenTree
+from vllm_specinfer.tree.token_tree import TokenTree, ancestor_bits
 
 KIB = 1024
 
@@ -126,7 +126,7 @@ class Sides:
 
         query = torch.randn(batch * (nodes + 1), NUM_HEADS, HEAD_SIZE).to(dtype)
         self.tree_out = torch.empty_like(query)
-        bits = torch.tensor(shape.ancestor_bits)
+        bits = torch.tensor(ancestor_bits(shape.parents[None])[0])
         rows = TreeRows(
             is_tree=torch.ones(batch, dtype=torch.bool),
             context_lens=torch.full((batch,), context).int(),
