@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.evidence import commands as evidence
-from vllm_specinfer.evidence.arguments import json_object, model, out_folder
+from vllm_specinfer.evidence.arguments import json_object, out_folder, target
 from vllm_specinfer.evidence.reproduce import commands as reproduce
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
 
@@ -26,12 +26,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ImportError, OSError, ValueError) as error:
-        # transformers explains at length what its first line says.
-        print("vllm-specinfer:", str(error).partition("\n")[0], file=sys.stderr)
+        print("vllm-specinfer:", _sentence(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vllm-specinfer: interrupted", file=sys.stderr)
         return 130
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong, in one line."""
+    if hasattr(error, "errors"):  # pydantic's: vLLM's arguments and configs
+        return "; ".join(
+            ": ".join(filter(None, (".".join(map(str, of["loc"])), of["msg"])))
+            for of in error.errors()
+        )
+    # transformers explains at length what its first line says, if it says anything.
+    first, _, others = str(error).partition("\n")
+    return " ".join(str(error).split()) if first.rstrip().endswith(":") else first
 
 
 def _add_tune(commands: "argparse._SubParsersAction") -> None:
@@ -82,7 +93,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         elif made:
             options = {"type": json_object, "metavar": "JSON"}
         elif name in ("target", "base"):
-            options = {"type": model}
+            options = {"type": target}
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}
@@ -105,6 +116,10 @@ def _tune(args: argparse.Namespace) -> int:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(foreign))
         raise ValueError(f"--type {args.type} must go without {names}")
     wanted = settings(**{name: getattr(args, name) for name in given})
+    from vllm_specinfer.evidence.engines import check_arguments, stay_small_and_quiet
+
+    stay_small_and_quiet()
+    check_arguments(wanted.engine)
     if args.type == "eagle3":
         from vllm_specinfer.tuning.head import tune_head
 

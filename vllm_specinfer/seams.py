@@ -44,6 +44,8 @@ class VllmSource:
 
     def __init__(self, path: Path) -> None:
         self._modules: dict[str, ast.Module | None] = {}
+        if not path.exists():
+            raise ValueError(f"--vllm-source must exist; got {path}")
         try:
             root: Any = zipfile.Path(path) if path.is_file() else path
         except zipfile.BadZipFile as error:

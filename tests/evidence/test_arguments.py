@@ -5,6 +5,7 @@ import pytest
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.arguments import model
 from vllm_specinfer.evidence.engines import start_engine
+from vllm_specinfer.evidence.reproduce.commands import POOL
 
 RECORD = ["record", "--prompts", "mtbench", "--ssm", "ngram"]
 BENCH = ["bench", "--prompts", "mtbench"]
@@ -22,6 +23,9 @@ TUNE = ["tune", "--out", "new", "--prompts", "mine.txt"]
         (["fit-scheduler", "trace", "--out", "FOLDER"], "must be a file"),
         ([*BENCH, "--out", "FILE"], "must be writable"),
         ([*BENCH, "--out", "new", "--config", "a={bad"], "must be a JSON object"),
+        ([*BENCH, "--out", "new", "--config", "a"], "must be NAME=JSON such as"),
+        ([*BENCH, "--out", "new", "--target", str(POOL)], "got the pool"),
+        (["reproduce", "table1", "--out", "new", "--most", "0"], "at least 1; got 0"),
         (["reproduce", "treeattn", "--out", "FILE"], "must be writable"),
         (
             [*RECORD, "--out", "new", "--target", "/nowhere"],
@@ -53,6 +57,38 @@ def test_wrong_arguments(command, reason, tmp_path, monkeypatch, capsys) -> None
         cli.main(command)
     assert reason in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_two_configs_of_one_name_are_refused(tmp_path, capsys) -> None:
+    configs = ["a={}".format('{"model": "ngram"}'), 'a={"model": "suffix"}']
+    command = [*BENCH, "--out", str(tmp_path), "--config", configs[0]]
+    assert cli.main([*command, "--config", configs[1]]) == 1
+    assert "must have a name of its own; got ['a', 'a']" in capsys.readouterr().err
+
+
+class OfPydantic(ValueError):
+    def errors(self) -> list[dict]:
+        return [
+            {"loc": ("max_model_len",), "msg": "Input should be a valid integer"},
+            {"loc": (), "msg": "Value error"},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ValueError("it is wrong\nat length"), "it is wrong"),
+        (OSError("one of: \n(1) this\n (2) that"), "one of: (1) this (2) that"),
+        (OfPydantic(), "max_model_len: Input should be a valid integer; Value error"),
+    ],
+)
+def test_errors_are_said_in_a_line(monkeypatch, capsys, error, sentence) -> None:
+    def fails(*_) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "_check", fails)
+    assert cli.main(["check"]) == 1
+    assert capsys.readouterr().err == f"vllm-specinfer: {sentence}\n"
 
 
 def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch) -> None:

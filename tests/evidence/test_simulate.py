@@ -176,7 +176,11 @@ def test_what_was_not_recorded_is_refused(tmp_path, capsys):
         (lines[0], [], "at least one step; got none"),
         (lines[0] + lines[1][:50], [], "line 2 must be JSON"),
         (lines[0] + '{"depth": [1]}\n', [], "line 2 must have as many entries"),
-        ("".join(lines), ["--costs", str(costs)], "the columns rows and seconds"),
+        (
+            "".join(lines),
+            ["--costs", str(costs)],
+            "must begin with the line rows,seconds",
+        ),
     ):
         damaged.write_text(content)
         assert cli.main(["simulate", str(damaged), *options]) == 1

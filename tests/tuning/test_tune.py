@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
-from vllm_specinfer.tuning.data import Sample, prepare, read_prompts, read_samples
+from vllm_specinfer.tuning import pool
+from vllm_specinfer.tuning.data import (
+    Sample,
+    TrainingData,
+    prepare,
+    read_prompts,
+    read_samples,
+)
 from vllm_specinfer.tuning.model import IGNORED, Windows, collate, windows_hit
 from vllm_specinfer.tuning.settings import PoolSettings, open_folder
 
@@ -277,7 +284,10 @@ def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
 
 def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys):
     out = tmp_path / "pool"
+    open_folder(out, PoolSettings(*target, engine={"dtype": "float32"}), [])
+    # Nothing has been made with them.
     open_folder(out, PoolSettings(*target), [])
+    (out / "samples.jsonl").touch()
     begun = (out / "tuning.json").read_bytes()
     refused = {
         "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
@@ -288,6 +298,7 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
         "Is a directory": {"prompts": tmp_path},
         "No such file": {"prompts": tmp_path / "none.txt"},
         "at least two prompts": {"max-prompts": 1},
+        "arguments of vllm.LLM; got fo": {"engine": '{"fo": 1}'},
     }
     model, prompts = target
     for sentence, change in refused.items():
@@ -313,6 +324,31 @@ def test_two_prompts_must_have_continuations(target, tokenizer, tmp_path):
     (tmp_path / "samples.jsonl").write_text(lines)
     with pytest.raises(ValueError, match="must continue at least two .* got 1"):
         prepare(tmp_path, settings, [], tokenizer)
+
+
+def test_an_ssm_that_marks_nothing_is_the_last(target, tokenizer, tmp_path, capsys):
+    settings = PoolSettings(*target, num_ssms=2, compare_length=2, draft_vocab=0)
+    sample = Sample([1], [2, 3, 2, 3])
+    data = TrainingData([sample], [sample], [])
+    tuned = pool._Pool(tmp_path, settings, tokenizer, data)
+    numbers = []
+    tuned._tune_one = lambda number, folder: numbers.append(number)
+
+    def finish(folder):
+        tuned._marks[0][0] |= marks[numbers[-1]]
+        return pool.Round(folder.name, 1, [], 0.0, 0.0, 0.0)
+
+    tuned._finish = finish
+    marks = [False, True]
+    tuned.run()
+    assert numbers == [0]
+    assert "continues no further window" in capsys.readouterr().out
+    numbers.clear()
+    marks = [True, False]
+    tuned.run()
+    assert numbers == [0, 1]
+    # Nobody is left to be told.
+    assert "continues no further window" not in capsys.readouterr().out
 
 
 def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):

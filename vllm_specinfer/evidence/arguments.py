@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.options import METHOD
-from vllm_specinfer.sources import is_hub_id
+from vllm_specinfer.sources import MANIFEST, is_hub_id
 
 
 def at_least(kind: type, least: float) -> Callable[[str], Any]:
@@ -44,7 +44,10 @@ def json_object(text: str) -> dict[str, Any]:
 
 def named_config(text: str) -> tuple[str, dict[str, Any]]:
     """NAME=JSON, a speculative config."""
-    name, _, config = text.partition("=")
+    name, separator, config = text.partition("=")
+    if not separator:
+        wanted = 'NAME=JSON such as wide={"model": "SSM", "tree": "2,2,1"}'
+        raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
     return name, {"method": METHOD, **json_object(config)}
 
 
@@ -56,6 +59,14 @@ def model(text: str) -> str:
     if not is_hub_id(text):
         raise argparse.ArgumentTypeError(f"no such folder: {text}")
     return text
+
+
+def target(text: str) -> str:
+    """As `model`, and no pool."""
+    found = model(text)
+    if os.path.isfile(os.path.join(found, MANIFEST)):
+        raise argparse.ArgumentTypeError(f"must be a model; got the pool {text}")
+    return found
 
 
 def out_file(text: str) -> Path:

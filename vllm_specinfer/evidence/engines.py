@@ -14,11 +14,25 @@ from typing import Any
 ROOM_FOR_DRAFTS = 64
 
 
-def stay_in_process() -> None:
-    """Have vLLM start the next engines in this process, quietly."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+def stay_small_and_quiet() -> None:
+    """Have vLLM start the next engines with 1 GiB of K/V and log errors only."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def stay_in_process() -> None:
+    """As `stay_small_and_quiet`, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    stay_small_and_quiet()
+
+
+def check_arguments(engine: dict[str, Any]) -> None:
+    """Raises ValueError where `--engine` holds what no engine takes."""
+    from vllm import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(engine.keys() - known):
+        raise ValueError(f"--engine must hold arguments of vllm.LLM; got {unknown[0]}")
 
 
 def start_engine(
@@ -42,12 +56,10 @@ def start_engine(
     Raises:
         ValueError: vLLM cannot use the input.
     """
-    from vllm import LLM, EngineArgs
+    from vllm import LLM
     from vllm.platforms import current_platform
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown := sorted(engine.keys() - known):
-        raise ValueError(f"--engine must hold arguments of vllm.LLM; got {unknown[0]}")
+    check_arguments(engine)
     wanted = engine.get("max_model_len")
     if isinstance(wanted, int) and 0 < wanted < longest:
         raise ValueError(

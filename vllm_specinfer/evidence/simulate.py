@@ -197,7 +197,7 @@ def read_costs(file: Path, level_seconds: float, batch: int) -> Costs:
         rows, seconds = np.array(pairs).T
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{file} must have numbers in the columns rows and seconds; got {error!r}"
+            f"{file} must begin with the line rows,seconds and go on with numbers"
         ) from error
     return Costs(rows, seconds, level_seconds, batch)
 

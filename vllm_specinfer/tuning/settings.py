@@ -138,7 +138,8 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
                 f"{file} must be as it was written; got {error!r}"
             ) from error
         different = [name for name in wanted if had.get(name) != wanted[name]]
-        if different:
+        begun = any(other.name != SETTINGS_FILE for other in out.iterdir())
+        if different and begun:
             changes = ", ".join(
                 f"{name} {had.get(name)!r} -> {wanted[name]!r}" for name in different
             )
@@ -146,8 +147,9 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
                 f"{out} was begun with other settings ({changes}); use the same or "
                 "another folder"
             )
-        return
-    if out.exists() and any(out.iterdir()):
+        if not different:
+            return
+    elif out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
     content = {

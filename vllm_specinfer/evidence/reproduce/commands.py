@@ -36,7 +36,9 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table = _add_table(tables, "table1", "hit rate of the SSM's k best tokens")
     _add_answers(table, 20, [0.0, 1.0])
     _add_ssm(table)
-    table.add_argument("--most", type=int, default=5, help="the largest k (5)")
+    table.add_argument(
+        "--most", type=at_least(int, 1), default=5, help="the largest k (5)"
+    )
     table.set_defaults(run=_table1)
 
     table = _add_table(tables, "table2", "tokens per step by the width of the tree")
