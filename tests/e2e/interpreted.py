@@ -55,7 +55,7 @@ def main() -> None:
     from vllm_specinfer.drafting import graphs
     from vllm_specinfer.verify import device_sampler
 
-    target, ssm, head, output = sys.argv[1:]
+    target, ssm, head, windowed, windowed_ssm, output = sys.argv[1:]
     os.environ.update(engine.ENV)
     plugin.register()
     llm = {"model": target, **LLM}
@@ -131,11 +131,17 @@ def main() -> None:
     ngram = {"model": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     spec = {**common, "ssms": [ngram, "suffix"], "num_speculative_tokens": 5}
     lookups = {**repeated, "llm": {**llm, "speculative_config": spec}}
+    # Layers with and without a sliding window take turns.
+    spec = {**common, "model": windowed_ssm}
+    behind = {"prompts": [3 * PROMPTS[1], PROMPTS[0]], "params": [GREEDY, SAMPLED]}
+    windows = {**llm, "model": windowed}
+    in_windows = {**behind, "llm": {**windows, "speculative_config": spec}}
     pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
     on_cpu["arriving"] = {**plain, **arriving}
+    on_cpu["windows"] = {**plain, **behind, "llm": windows}
     on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
     on_cpu |= {"repeated": {**plain, **repeated}, "lookups": lookups}
@@ -148,6 +154,8 @@ def main() -> None:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
         with changing_budgets():
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
+    with cuda_path():
+        (found["windows"],) = engine._run_jobs([{**in_windows, "asynchronous": True}])
     with cuda_path() as of_lookups:
         (found["lookups"],) = engine._run_jobs([{**lookups, "asynchronous": True}])
     # With graphs of one request, and without.

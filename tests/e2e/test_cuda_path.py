@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.models import add_tokenizer, noisy_copy, tiny_llama, untrained_head
+from tests.e2e.models import (
+    add_tokenizer,
+    fit_head,
+    noisy_copy,
+    tiny_llama,
+    tiny_model,
+    untrained_head,
+)
 
 # Of a step that the host drafts for: what was accepted, what the step brought, and of
 # two SSMs their drafts.
@@ -27,11 +34,18 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, ...]:
     target = tiny_llama(folder / "target", seed=0)
     ssm = noisy_copy(target, folder / "ssm", noise=0.05)
     head = untrained_head(target, folder / "head")
+    windows = {"sliding_window": 64, "max_position_embeddings": 128}
+    windowed = tiny_model("gemma2", seed=0, scale=2, **windows)
+    windowed_ssm = tiny_model("mistral", seed=1, num_hidden_layers=1, **windows)
+    fit_head(windowed_ssm, windowed)
+    models = [target, ssm, head, str(folder / "windowed"), str(folder / "its-ssm")]
+    windowed.save_pretrained(models[3])
+    windowed_ssm.save_pretrained(models[4])
     add_tokenizer(target, ssm)
     output = folder / "outputs.json"
     run = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.interpreted", target, ssm, head, output],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "tests.e2e.interpreted", *models, output],
+        env={**os.environ, "TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -45,6 +59,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     plain = of_cpu["plain"]["tokens"]
     assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
     assert found["eagle"]["tokens"] == of_cpu["arriving"]["tokens"]
+    assert found["windows"]["tokens"] == of_cpu["windows"]["tokens"]
     assert found["two"]["tokens"] == plain[:1]
     for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
@@ -52,6 +67,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["lookups"]["tokens"] == of_cpu["repeated"]["tokens"]
     assert found["coupled"]["accepted"] > found["coupled"]["drafts"] > 5
     assert found["eagle"]["drafts"] > 5
+    assert found["windows"]["drafts"] > 5 < found["windows"]["accepted"]
     assert found["two"]["accepted"] >= found["two"]["drafts"] > 2
     assert found["asynchronous"]["steps_in_flight"] == 2
     assert found["asynchronous"]["accepted"] == found["coupled"]["accepted"]
