@@ -24,18 +24,22 @@ def main(output: str) -> None:
 
 def run(
     device: str,
-) -> tuple[list[tuple[dict, dict]], dict[tuple, float], list[tuple[list, list]]]:
+) -> tuple[list[tuple[dict, dict]], list[dict[tuple, float]], list[tuple[list, list]]]:
     """Let texts start, grow and be looked up."""
     from vllm_specinfer.kernels.triton import matches, places, texts
 
     matches.BLOCK = places.BLOCK = texts.BLOCK = 16
     found = [found for seed in SEEDS for found in searches(seed, device)]
     ngrams = [found for seed in SEEDS for found in ngram_searches(seed, device)]
-    return found, one_that_ended(device), ngrams
+    past = [past_texts(device, *case) for case in ((), ([],), ([1],), ([0, 1],))]
+    return found, past, ngrams
 
 
-def one_that_ended(device: str) -> dict[tuple, float]:
-    """What followed in two past texts, one of which ended there."""
+def past_texts(device: str, *looked_up: list[int]) -> dict[tuple, float]:
+    """What followed in two past texts, the first of which ended there.
+
+    Before they became past ones all was forgotten, and then these looked up in again.
+    """
     from vllm_specinfer.drafting.device_suffix import DeviceSuffixes
     from vllm_specinfer.drafting.text_copies import TextCopies, Texts
 
@@ -43,7 +47,10 @@ def one_that_ended(device: str) -> dict[tuple, float]:
     lengths = torch.full((3,), 4, dtype=torch.int32)
     copies = TextCopies(Texts(tokens.to(device), lengths.to(device)))
     lookup = DeviceSuffixes(copies, 2, 30)
-    lookup.fill((1.0, 0.0))
+    for slots in looked_up:
+        lookup.forget()
+        lookup.fill((1.0, 0.0), np.array(slots, int))
+    lookup.fill((1.0, 0.0), np.array([2]))
     lookup.start(0)
     lookup.start(1)
     slots, grows = torch.tensor([2]), torch.tensor([True])
@@ -65,21 +72,24 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
     texts = Texts(*(torch.tensor(a, device=device) for a in (tokens, lengths)))
     lookup = host.on_device(TextCopies(texts))
     correction = [(1.0, 0.0), (0.5, 0.0), (1.0, 0.3)][seed % 3]
-    lookup.fill(correction)
     vocab, results = int(rng.choice([2, 6, 40])), []
+    # Since all was forgotten.
+    looked_up = set(range(NUM_SLOTS))
     # What texts have in common.
     common = rng.integers(vocab, size=40)
     for step in range(16):
         slot = int(rng.integers(NUM_SLOTS))
         if step < NUM_SLOTS or rng.random() < 0.3:
             slot = step if step < NUM_SLOTS else slot
-            host.read(slot, tokens[slot, : lengths[slot]])
+            if slot in looked_up:
+                host.read(slot, tokens[slot, : lengths[slot]])
             host.start(slot)
             lookup.start(slot)
             lengths[slot] = 0
-            if rng.random() < 0.05:
+            if rng.random() < 0.2:
                 host.forget()
                 lookup.forget()
+                looked_up.clear()
         room = MAX_LEN - lengths[slot]
         new = rng.integers(vocab, size=20)
         if rng.random() < 0.8:
@@ -91,6 +101,8 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
             kept.copy_(torch.from_numpy(values))
         slots = torch.from_numpy(rng.permutation(NUM_SLOTS)[:2])
         grows = torch.tensor([True, step % 4 > 0])
+        lookup.fill(correction, slots.numpy())
+        looked_up.update(slots.tolist())
         found = lookup.find(slots.to(device), grows.to(device))
         for r, s in enumerate(slots.tolist()):
             nodes = host.find(s, tokens[s, : lengths[s]])
@@ -118,7 +130,7 @@ def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
     lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
     texts = Texts(torch.from_numpy(tokens).to(device), lengths)
     source.capture(TextCopies(texts))
-    source.on_device.fill(source.calibration.line)
+    source.on_device.fill(source.calibration.line, np.arange(num_slots))
     results, of_slot = [], rng.permutation(LENGTHS)
     for _ in range(3):
         lengths.copy_(torch.from_numpy(of_slot))

@@ -10,7 +10,7 @@ from vllm_specinfer.drafting.suffix import PAST_TRUST
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, dict, list]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list, list]:
     return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
 
 
@@ -24,7 +24,14 @@ def test_the_device_finds_what_the_host_finds(outputs) -> None:
 
 def test_texts_that_ended_count_against_those_that_went_on(outputs) -> None:
     chance = PAST_TRUST * chance_after(3) / 2
-    assert outputs[1] == {(4,): pytest.approx(np.log(chance))}
+    both, *_, both_again = outputs[1]
+    assert both == both_again == {(4,): pytest.approx(np.log(chance))}
+
+
+def test_forgotten_texts_come_back_where_they_are_looked_up_in_again(outputs) -> None:
+    _, neither, second, _ = outputs[1]
+    assert neither == {}
+    assert second == {(4,): pytest.approx(np.log(PAST_TRUST * chance_after(3)))}
 
 
 def test_n_grams_are_the_hosts(outputs) -> None:

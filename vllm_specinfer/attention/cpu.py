@@ -177,7 +177,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
     """Runs trees and chains through `tree_attention`, everything else through vLLM.
 
     Layers that cannot run trees are refused when the models are loaded
-    (`refusals.layer_reason`).
+    (`model_refusals.layer_reason`).
     """
 
     # How the layers' caches are committed.

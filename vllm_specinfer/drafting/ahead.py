@@ -162,7 +162,7 @@ class AheadDrafter:
             Waits for what was found.
         """
         num_reqs, draws = len(slots), bool(roots.temperatures.any())
-        self._fill_lookups()
+        self._fill_lookups(slots)
         # Before anything is replayed: graphs may use the same memory.
         last = states and states.last(num_new, 1 + self.buffers.max_depth)
         levels = [source.follow(slots, num_new, roots, last) for source in self._ssms]
@@ -178,7 +178,7 @@ class AheadDrafter:
     def look_up(self, slots: np.ndarray) -> Callable[[], Found]:
         """As `launch`, by lookups alone."""
         num_reqs = len(slots)
-        self._fill_lookups()
+        self._fill_lookups(slots)
         size, inputs, look_up = next(
             of_size for of_size in self._look_ups if of_size[0] >= num_reqs
         )
@@ -186,9 +186,9 @@ class AheadDrafter:
         look_up.replay()
         return self._found(look_up.outputs, num_reqs, [])
 
-    def _fill_lookups(self) -> None:
+    def _fill_lookups(self, slots: np.ndarray) -> None:
         for source in self._lookups:
-            source.on_device.fill(source.calibration.line)
+            source.on_device.fill(source.calibration.line, slots)
 
     def _found(
         self,

@@ -30,8 +30,13 @@ class DeviceLookup:
     def forget(self) -> None:
         """Forget past texts."""
 
-    def fill(self, correction: tuple[float, float]) -> None:
-        """Say how chances are corrected next: `Calibration.line`."""
+    def fill(self, correction: tuple[float, float], slots: np.ndarray) -> None:
+        """Say what is looked up next.
+
+        Args:
+            correction: Of chances, `Calibration.line`.
+            slots: [R] request slots.
+        """
         self._correction.fill(np.array(correction, np.float32))
 
     def _scores(self, chances: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ of a tree, G tokens per generation of past texts.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_specinfer.drafting.device_lookup import DeviceLookup
@@ -66,6 +67,8 @@ class DeviceSuffixes(DeviceLookup):
         shape = 2, generation_size + 1
         self._past = torch.zeros(shape, dtype=torch.int32, device=device)
         self._filled = torch.zeros(2, dtype=torch.int64, device=device)
+        # Slots whose text, still in vLLM's rows, is to be kept no more.
+        self._forgotten: set[int] = set()
         self._steps = torch.arange(num_nodes, device=device)
         self._back = torch.arange(1, MAX_MATCH + 1, device=device)
         self._places = torch.arange(MAX_PLACES, device=device)
@@ -76,8 +79,14 @@ class DeviceSuffixes(DeviceLookup):
 
     @torch.inference_mode()  # as what has captured it
     def forget(self) -> None:
-        """Forget past texts."""
+        """Forget all texts; those of running requests are looked up in again."""
         self._filled.zero_()
+        self._forgotten = set(range(len(self._copies.texts.lengths)))
+
+    def fill(self, correction: tuple[float, float], slots: np.ndarray) -> None:
+        """Say what is looked up next."""
+        super().fill(correction, slots)
+        self._forgotten.difference_update(slots.tolist())
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request; the new one's is not there yet."""
@@ -85,7 +94,8 @@ class DeviceSuffixes(DeviceLookup):
         past, filled = self._past, self._filled
         size, width = past.shape[1] - 1, len(self._columns)
         texts = self._copies.texts
-        length = texts.lengths[slot].long()
+        length = texts.lengths[slot].long() * (slot not in self._forgotten)
+        self._forgotten.discard(slot)
         kept = (length + 1).clamp_max(width)
         is_full = filled[0] + kept > size
         past[1].copy_(torch.where(is_full, past[0], past[1]))

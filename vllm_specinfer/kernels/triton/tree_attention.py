@@ -20,8 +20,8 @@ import triton.language as tl
 from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+from vllm_specinfer.tree.token_tree import WORD_BITS
 
-WORD_BITS = 64
 MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 4
 PROGRAMS_PER_SM = 2
