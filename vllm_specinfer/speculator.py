@@ -381,8 +381,6 @@ class TreeSpeculator(DraftModelSpeculator):
         )
         if isinstance(found, torch.Tensor):
             self.host_steps.stop()
-            if self._memory is not None:
-                self._memory.note_step()
             self._drafting.seconds[DRAFT] += time.perf_counter() - started
         return found
 

@@ -336,7 +336,8 @@ def test_an_ssm_that_marks_nothing_is_the_last(target, tokenizer, tmp_path, caps
 
     def finish(folder):
         tuned._marks[0][0] |= marks[numbers[-1]]
-        return pool.Round(folder.name, 1, [], 0.0, 0.0, 0.0)
+        marked = float(tuned._marks[0].mean())
+        return pool.Round(folder.name, 1, [], 0.0, 0.0, marked)
 
     tuned._finish = finish
     marks = [False, True]

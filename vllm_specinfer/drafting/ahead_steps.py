@@ -295,12 +295,10 @@ class AheadSteps:
         if not decided.asks:
             for source in self._sources.ssms:
                 source.ssm.kv.fall_behind(batch.idx_mapping_np)
-        self.sizes = dict(zip(roles.req_ids, sizes.tolist(), strict=True))
+        found_sizes = dict(zip(roles.req_ids, sizes.tolist(), strict=True))
+        self.sizes = {req_id: size for req_id, size in found_sizes.items() if size}
         reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
-        for req_id, size in list(self.sizes.items()):
-            if not size:
-                stats.reasons[req_id] = reason
-                del self.sizes[req_id]
+        stats.reasons |= dict.fromkeys(found_sizes.keys() - self.sizes.keys(), reason)
         return self._drafter.buffers.tokens[batch.idx_mapping]
 
     def plan(self, batch: InputBatch) -> DevicePlan | None:

@@ -92,8 +92,13 @@ class HostSteps:
         self._started = True
 
     def stop(self) -> None:
-        """The device drafts for this step."""
+        """The device has drafted for this step."""
         self.parents, self._trusts_clock = {}, False
+        self._note_step()
+
+    def _note_step(self) -> None:
+        if self._memory is not None:
+            self._memory.note_step()
 
     def note_accepted(self, slot: int, nodes: list[int], stats: WorkerStats) -> None:
         """Of a tree that has been verified.
@@ -126,8 +131,7 @@ class HostSteps:
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs
             self._budget.observe_step(num_rows, seconds, trees)
-            if self._memory is not None:
-                self._memory.note_step()
+            self._note_step()
         self._trees.drop(step.slots)
         trees, draws, counts, reasons = self._sources.propose(
             step, asked.num_nodes, asked.decided

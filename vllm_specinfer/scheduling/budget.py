@@ -285,9 +285,9 @@ class LoadBudget(Budget):
         row_seconds = self._row_seconds
         return rows * (self._draft.marginal(1) if row_seconds is None else row_seconds)
 
-    def _draft_seconds(self, num_reqs: int) -> float:
-        """What drafts of the usual size cost for R requests."""
-        if self._draft_size.value is None:
+    def _draft_seconds(self, num_reqs: int, asks: bool = True) -> float:
+        """What drafts of the usual size cost for R requests, if SSMs are asked."""
+        if not asks or self._draft_size.value is None:
             return 0.0
         rows, levels = self._draft_size.value.tolist()
         usual = self._draft.seconds(num_reqs * rows, levels)
@@ -312,8 +312,7 @@ class LoadBudget(Budget):
         expected = np.where(np.isnan(chances), profile.value, chances)[:, :most]
         with np.errstate(divide="ignore"):
             scores = np.log(expected)
-        drafting = self._draft_seconds(len(chances)) if asks else 0.0
-        *_, least = self._worth(scores, drafting)
+        *_, least = self._worth(scores, self._draft_seconds(len(chances), asks))
         return (scores >= least).sum(axis=1)
 
     def observe_chances(
@@ -328,8 +327,7 @@ class LoadBudget(Budget):
             tokens = num_reqs + CAUTION * float(chances[has_row].sum())
             rows = num_reqs + int(num_nodes.sum())
             seconds = self._step.seconds(rows, float(rows > num_reqs))
-            drafting = self._draft_seconds(num_reqs) if asks else 0.0
-            self._note_rate(tokens / (seconds + drafting))
+            self._note_rate(tokens / (seconds + self._draft_seconds(num_reqs, asks)))
 
     def observe_known(self, scores: np.ndarray) -> None:
         """Averages by which `nodes` and `drafts` go."""
@@ -347,7 +345,7 @@ class LoadBudget(Budget):
             self._profile.observe(mean, num_reqs)
         if not self._step.known:
             return -np.inf
-        drafting = self._draft_seconds(num_reqs) if drafted else 0.0
+        drafting = self._draft_seconds(num_reqs, drafted)
         tokens, seconds, least = self._worth(best, drafting)
         self._note_rate(tokens / seconds)
         return least

@@ -99,7 +99,7 @@ class _Pool:
             if all(marked.all() for marked in self._marks):
                 print("every window is marked: no further SSM is needed", flush=True)
                 break
-            marked = self._num_marked
+            marked = rounds[-1].marked if rounds else 0.0
             folder = self._out / f"ssm{number}"
             if not (folder / ROUND_FILE).is_file():
                 self._tune_one(number, folder)
@@ -111,7 +111,7 @@ class _Pool:
                 f"{rounds[-1].marked:.0%} of the windows marked",
                 flush=True,
             )
-            if self._num_marked == marked and number + 1 < self._settings.num_ssms:
+            if rounds[-1].marked == marked and number + 1 < self._settings.num_ssms:
                 print(
                     f"{folder.name} continues no further window as the target does: "
                     "the next SSM would be the same",
@@ -119,10 +119,6 @@ class _Pool:
                 )
                 break
         return rounds
-
-    @property
-    def _num_marked(self) -> int:
-        return int(sum(marked.sum() for marked in self._marks))
 
     def _tune_one(self, number: int, folder: Path) -> None:
         settings = self._settings
