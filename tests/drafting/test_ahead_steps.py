@@ -64,17 +64,21 @@ class Chosen(Budget):
 
 
 class Ssm:
-    """Follows as it is told to; notes who falls behind and what it has read."""
+    """Follows as it is told to; notes who falls behind, what it has read and keeps."""
 
     work = (0, 0)
-    lookahead, reads_states = 0, False
+    lookahead, reads_states, is_full = 0, False, False
 
     def __init__(self):
         self.ssm = self.kv = self.on_device = self.levels = self
+        self.kept = {}
         self.behind, self.read, self.grown, self.caught_up = [], [], [], []
 
     def fall_behind(self, slots):
         self.behind += slots.tolist()
+
+    def keep(self, slot, states):
+        self.kept[slot] = states[:, 0].tolist()
 
     def num_read(self, slots):
         return np.full(len(slots), 7)
@@ -117,14 +121,10 @@ class Drafter:
         self.buffers = TreeBuffers(SLOTS, NODES, NODES, CPU)
         self.buffers.tokens[:SLOTS] = torch.arange(SLOTS)[:, None]
         self.is_following, self.ssms, self.lagging = True, ssms, []
-        self.window = 4
         self.launched, self.looked_up, self.num_heard = [], [], 0
 
     def follows(self, slots):
         return self.is_following and not np.isin(slots, self.lagging).any()
-
-    def may_follow(self, num_tokens):
-        return bool((num_tokens >= self.window).all())
 
     def launch(self, slots, num_new, roots, states):
         assert num_new.tolist() == [1 + slot for slot in slots]
@@ -374,7 +374,7 @@ def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):
 
 def test_heads_read_the_states_of_prompts(steps):
     head = steps.sources.ssms[1]
-    head.lookahead, head.reads_states, steps._reads_states = 1, True, True
+    head.lookahead, head.reads_states = 1, True
     tokens = {slot: [50 + 10 * slot + i for i in range(9)] for slot in (0, 1)}
     for slot, prompt in tokens.items():
         start(steps, slot, tokens=prompt)
@@ -410,10 +410,6 @@ def test_prompts_wait_where_ssms_sit_out_or_the_host_drafts(steps):
     steps.budget.draft, steps.drafter.lagging = True, [3]
     assert draft(steps, batch)[0] == (True, True)
     assert not any(ssm.caught_up for ssm in steps.sources.ssms)
-    # Nor where a prompt is too short.
-    steps.drafter.lagging, steps.drafter.window = [], 10
-    assert draft(steps, batch)[0] == (True, True)
-    assert not any(ssm.caught_up for ssm in steps.sources.ssms)
     assert not steps.drafter.launched
 
 
@@ -431,9 +427,30 @@ def test_a_step_without_trees_is_nobodys_to_wait_for(steps, reason, follows):
     assert steps.drafter.num_heard == 0 and not steps.drafter.launched
 
 
+def test_a_head_that_sits_out_keeps_the_states_that_stay(steps):
+    head = steps.sources.ssms[1]
+    steps._heads, steps.budget.draft = [head], False
+    # The first is inside its prompt; of three rows two of slot 1's stay, two of slot
+    # 2's, and one of slot 3's.
+    batch = a_batch([0, 1, 2, 3], nodes=2, read={0: 0})
+    rows = torch.arange(13.0)[:, None]
+    path = torch.tensor([[0, 0], [2, 9], [1, 9], [9, 9]])
+    states = TargetStates(rows, torch.tensor([3, 4, 7, 10]), path)
+    num_new = torch.tensor([0, 2, 2, 1])
+    found = steps.draft(batch, num_new, states, NODES, WorkerStats())
+    assert found.shape == (4, NODES) and head.behind == [0, 1, 2, 3]
+    rows.zero_()  # the next step's
+    start(steps, 2)
+    assert not head.kept
+    steps.lessons.learn()
+    assert head.kept == {0: [0, 1, 2, 3], 1: [4, 6], 3: [10]}
+    assert not steps.sources.ssms[0].kept
+
+
 @pytest.mark.parametrize("grow", [True, False])
-def test_a_head_that_sits_out_has_states_to_keep(steps, grow):
-    steps._reads_states = True
+def test_a_head_that_has_kept_too_much_reads_it(steps, grow):
+    head = steps.sources.ssms[1]
+    steps._heads, head.is_full = [head], True
     found, _ = draft(steps, a_batch([3, 0]))
     assert found.shape == (2, NODES)
     steps.budget.grow, steps.budget.draft = grow, False

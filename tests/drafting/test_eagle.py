@@ -69,13 +69,13 @@ def test_no_state_is_lost_or_read_twice(monkeypatch, seed):
 def test_a_head_that_sat_out_does_not_follow(monkeypatch):
     reader, slots = Reader(monkeypatch), np.array([0, 1])
     reader.head.catch_up(reader.step({0: 4, 1: 3}))
-    assert reader.head.kv.follows(slots, window=0)
+    assert reader.head.kv.follows(slots)
     reader.head.skip(reader.step({0: 1}))
-    assert not reader.head.kv.follows(slots, window=0)
-    assert reader.head.kv.follows(slots[1:], window=0)
+    assert not reader.head.kv.follows(slots)
+    assert reader.head.kv.follows(slots[1:])
     # Too many to keep: the head reads them all.
     reader.head.skip(reader.step({0: MOST_KEPT}))
-    assert reader.head.kv.follows(slots, window=0)
+    assert reader.head.kv.follows(slots)
 
 
 def test_zeros_stand_for_what_a_waiting_request_lost(monkeypatch):

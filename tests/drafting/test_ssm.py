@@ -114,7 +114,7 @@ class Engine:
             self.mode = self.rng.choice(["follow", "sit out", "read"])
         if self.mode == "sit out":
             self.ssm.kv.fall_behind(slots)
-        elif self.mode == "follow" and self.ssm.kv.follows(slots, WINDOW):
+        elif self.mode == "follow" and self.ssm.kv.follows(slots):
             self.follow(slots, before)
         else:
             self.hear(0)

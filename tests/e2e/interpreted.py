@@ -29,6 +29,7 @@ LOOKING_BACK = [
         "structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){3,6}"},
     },
 ]
+LONG = {**GREEDY, "max_tokens": 30}
 LONGER, LONGEST = {"max_tokens": 16}, {"max_tokens": 20}
 # The second one is read in two pieces, the last two are shorter than a tree is deep.
 PROMPTS = [3 * [5, 17, 40, 2], [(7 * i) % 96 for i in range(30)], [9, 8], [3]]
@@ -50,7 +51,7 @@ def main() -> None:
     """Decode with and without trees and save the texts and what was counted."""
     interpreter.prepare()
     from tests.e2e import engine
-    from tests.e2e.interpreted_worker import changing_budgets, cuda_path
+    from tests.e2e.interpreted_worker import changing_sizes, cuda_path, resting_ssms
     from vllm_specinfer import plugin
     from vllm_specinfer.drafting import graphs
     from vllm_specinfer.verify import device_sampler
@@ -67,8 +68,8 @@ def main() -> None:
     greedy = {"prompts": PROMPTS[:1], "params": [GREEDY]}
     # One of them arrives while another one decodes, and is read in pieces beside it.
     arriving = {
-        "prompts": [*PROMPTS[:2], PROMPTS[1][::-1]],
-        "params": [GREEDY, {**GREEDY, "max_tokens": 13}, GREEDY],
+        "prompts": [*PROMPTS[:2], PROMPTS[1][::-1], *PROMPTS[2:]],
+        "params": [GREEDY, {**GREEDY, "max_tokens": 13}, *3 * [GREEDY]],
     }
     probable = {**GREEDY, "max_tokens": 16, "logprobs": 1}
     tested = {"prompts": PROMPTS[:2], "params": [SAMPLED, probable]}
@@ -148,12 +149,17 @@ def main() -> None:
     for name in ("mss", "rrs", "coupled", "two", "eagle"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
+    resting = {**jobs["eagle"], "prompts": PROMPTS[:1], "params": [LONG]}
+    with resting_ssms():
+        (of_cpu["resting"],) = engine._run_jobs([{**resting, "asynchronous": False}])
     # Rows of a step are sampled six at a time there.
     few_logits = mock.patch.object(device_sampler, "MAX_CHUNK_BYTES", 6 * 96 * 4)
     with cuda_path() as counts, few_logits:
         found = dict(zip(jobs, engine._run_jobs(list(jobs.values())), strict=True))
-        with changing_budgets():
+        with resting_ssms(), changing_sizes():
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
+    with cuda_path() as of_resting, resting_ssms():
+        (found["resting"],) = engine._run_jobs([resting])
     with cuda_path():
         (found["windows"],) = engine._run_jobs([{**in_windows, "asynchronous": True}])
     with cuda_path() as of_lookups:
@@ -164,7 +170,7 @@ def main() -> None:
         (found["small graphs"],) = engine._run_jobs(one)
     with cuda_path("NONE"):
         (found["eager"],) = engine._run_jobs(one)
-    counts = [counts._asdict(), of_lookups._asdict()]
+    counts = [each._asdict() for each in (counts, of_lookups, of_resting)]
     Path(output).write_text(json.dumps([of_cpu, found, *counts]))
 
 

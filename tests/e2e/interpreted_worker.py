@@ -30,7 +30,7 @@ from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 from vllm_specinfer.cpu_worker import SpecInferCPUWorker
 from vllm_specinfer.device import Moment
 
-# Nodes of the trees that `changing_budgets` gives.
+# Nodes of the trees that `changing_sizes` gives.
 SIZES = (5, 1, 0, 0, 8, 2, 3)
 
 
@@ -224,19 +224,26 @@ def named() -> Iterator[list[str]]:
 
 
 @contextmanager
-def changing_budgets() -> Iterator[None]:
-    """Static budgets ask SSMs in two of four steps, and give each tree another size."""
+def resting_ssms() -> Iterator[None]:
+    """Static budgets ask SSMs in two of four steps."""
     from vllm_specinfer.scheduling.budget import Budget
 
-    asks, sizes = itertools.cycle([True, True, False, False]), itertools.cycle(SIZES)
+    asks = itertools.cycle([True, True, False, False])
+    with mock.patch.object(Budget, "drafts", lambda *_, **__: next(asks)):
+        yield
+
+
+@contextmanager
+def changing_sizes() -> Iterator[None]:
+    """Static budgets give each tree another size."""
+    from vllm_specinfer.scheduling.budget import Budget
+
+    sizes = itertools.cycle(SIZES)
 
     def nodes(self: Budget, chances: np.ndarray, *_: Any) -> np.ndarray:
         return np.array([next(sizes) for _ in chances])
 
-    with (
-        mock.patch.object(Budget, "drafts", lambda *_, **__: next(asks)),
-        mock.patch.object(Budget, "nodes", nodes),
-    ):
+    with mock.patch.object(Budget, "nodes", nodes):
         yield
 
 
@@ -258,6 +265,7 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         sizes = getattr(speculator._ahead, "sizes", None)
         step = {"ahead": bool(sizes), "launch": counter() - before}
         step["looks_up"] = bool(speculator.sources.lookups)
+        step["asynchronous"] = self.vllm_config.scheduler_config.async_scheduling
         if state is not None:
             batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
             heats = runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np]

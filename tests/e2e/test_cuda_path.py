@@ -75,7 +75,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
 
 def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
     of_cpu, found, *_ = outputs
-    for name in ("coupled", "two", "eagle", "ahead", "lookups"):
+    for name in ("coupled", "two", "eagle", "resting", "ahead", "lookups"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
         # Beside them warm-up's, and those of requests that ended meanwhile.
@@ -101,7 +101,7 @@ def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
 
 
 def test_lookups_alone_are_asked_ahead_in_every_step(outputs) -> None:
-    of_cpu, found, _, counts = outputs
+    of_cpu, found, _, counts, _ = outputs
     metrics, steps = found["lookups"]["metrics"], counts["steps"]
     names = ["accepted_tokens ngram", "accepted_tokens suffix", "accepted_depth"]
     for name in [*names, "plain_request_steps no_candidates"]:
@@ -152,10 +152,22 @@ def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
         assert sum(step.get(kind, False) for step in ahead) >= 8
 
 
-def test_steps_with_prompts_are_drafted_for_ahead(outputs) -> None:
-    steps = itertools.pairwise(outputs[2]["steps"])
-    after = [step["ahead"] for before, step in steps if before.get("prefills")]
-    assert sum(after) > 12
+def test_steps_after_prompts_are_drafted_for_ahead(outputs) -> None:
+    steps = [step for step in outputs[2]["steps"] if "rows" in step]
+    steps = [step for step in steps if step["asynchronous"] and not step["looks_up"]]
+    after = [
+        step["ahead"]
+        for before, step in itertools.pairwise(steps)
+        if before["prefills"]
+    ]
+    assert all(after) and len(after) > 12
+
+
+def test_a_head_that_rests_lets_nobody_wait_until_it_is_asked_again(outputs) -> None:
+    steps = [s for s in outputs[4]["steps"] if not s.get("prefills", True)][:10]
+    # Two steps with trees, two without, and so on; the first tree after them waits.
+    assert "".join("-A"[step["ahead"]] for step in steps) == "AA---A---A"
+    assert "".join("-w"[step["launch"] > 0] for step in steps) == "----w---w-"
 
 
 def test_other_steps_wait_for_the_device_a_few_times(outputs) -> None:

@@ -137,11 +137,7 @@ class AheadDrafter:
 
     def follows(self, slots: np.ndarray) -> bool:
         """Only the last step's tokens of these requests are new to the SSMs."""
-        return all(source.on_device.follows(slots) for source in self._ssms)
-
-    def may_follow(self, num_tokens: np.ndarray) -> bool:
-        """`follows` is true of requests [R] once so many of their tokens are read."""
-        return all(source.on_device.may_follow(num_tokens) for source in self._ssms)
+        return all(source.ssm.kv.follows(slots) for source in self._ssms)
 
     def launch(
         self,

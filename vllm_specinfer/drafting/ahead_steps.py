@@ -5,8 +5,8 @@ or from both is drafted for as soon as it is launched. Of prompts the host knows
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with processors other than penalties that look back at
 paths of many tokens, or with lookups whose certain draws are tested, those after which
-the SSMs have to read what they have sat out or a prompt of a few tokens has ended, and
-those that heads, which read the target's states, sit out. All ranks decide alike
+the SSMs have to read what they have sat out, and those in which a head, which reads the
+target's states, has too many of them left. All ranks decide alike
 (`scheduling/lessons.py`). Grammars ask for the trees while the target runs over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
@@ -194,7 +194,8 @@ class AheadSteps:
         # [S, max_model_len] what the requests began with; the texts' may come later.
         self._prompts = np.zeros(tokens().shape, np.int32)
         self._names = names
-        self._reads_states = any(source.ssm.reads_states for source in sources.ssms)
+        ssms = [source.ssm for source in sources.ssms]
+        self._heads = [ssm for ssm in ssms if ssm.reads_states]
         self._lessons = lessons
         self._clock = DeviceClock(num_computed.device, lessons)
         # [2, S] how many requests have come to each slot and gone.
@@ -266,20 +267,19 @@ class AheadSteps:
 
         Returns:
             [B, N] int64 tokens of the nodes; what has been decided where the host goes
-            on: the SSMs have more to read than this step's tokens, or sit out and have
-            states to keep.
+            on: the SSMs have more to read than this step's tokens, or a head has kept
+            what it has to read for too long.
         """
         roles = Roles.of(batch)
         self._time_step(batch)
         self._lessons.learn(IN_FLIGHT)
         follows = self._drafter.follows(roles.decoding)
         decided = self._decided(batch, roles, most, follows)
-        if decided.asks and follows and len(roles.prompts):
-            follows = self._drafter.may_follow(roles.ends[roles.ended])
-            if follows:
-                self._read(roles, batch.query_start_loc_np, states)
-        if not follows if decided.asks else self._reads_states:
+        full = any(head.is_full for head in self._heads)
+        if not follows if decided.asks else full:
             return decided
+        if decided.asks and len(roles.prompts):
+            self._read(roles, batch.query_start_loc_np, states)
         self._lessons.end_step()
         self._draft_none()
         sizes = np.zeros(len(roles.slots), int)
@@ -293,8 +293,7 @@ class AheadSteps:
             changes = self._changes[:, roles.slots]
             self._lessons.add(lambda: self._learn(trees, changes, decided.asks))
         if not decided.asks:
-            for source in self._sources.ssms:
-                source.ssm.kv.fall_behind(batch.idx_mapping_np)
+            self._sit_out(batch, num_new, states)
         found_sizes = dict(zip(roles.req_ids, sizes.tolist(), strict=True))
         self.sizes = {req_id: size for req_id, size in found_sizes.items() if size}
         reason = BUDGET if decided.grows else MEASURING if most else SCHEDULE
@@ -348,10 +347,9 @@ class AheadSteps:
         )
         if states is not None:
             first, last = starts[roles.reading], starts[roles.reading + 1] - roles.ended
-            rows = np.concatenate([*map(np.arange, first, last)])
             step = replace(
                 step,
-                states=states.states[stage(states.states.device, rows)[0]],
+                states=states.rows(np.concatenate([*map(np.arange, first, last)])),
                 state_starts=np.concatenate([[0], np.cumsum(last - first)]),
             )
         for source in self._sources.ssms:
@@ -360,6 +358,27 @@ class AheadSteps:
             source.ssm.catch_up(replace(step, num_tokens=roles.ends + ahead))
         # That is not what drafting takes.
         self._clock.restart()
+
+    def _sit_out(
+        self, batch: InputBatch, num_new: torch.Tensor, states: TargetStates | None
+    ) -> None:
+        """The SSMs read nothing; heads keep the states that they will have to read."""
+        slots = batch.idx_mapping_np
+        for source in self._sources.ssms:
+            source.ssm.kv.fall_behind(slots)
+        if states is None:
+            return
+        starts = batch.query_start_loc_np[: batch.num_reqs + 1].copy()
+        wait = states.that_stay(starts, batch.is_prefilling_np, num_new)
+        come = self._changes[COME, slots]
+
+        def keep() -> None:
+            same = self._changes[COME, slots] == come
+            for slot, is_same, new in zip(slots.tolist(), same, wait(), strict=True):
+                for head in self._heads if is_same else ():
+                    head.keep(slot, new)
+
+        self._lessons.add(keep)
 
     def _time_step(self, batch: InputBatch) -> None:
         """The step's verification has been launched."""

@@ -116,14 +116,6 @@ class DeviceTrees:
 
         return found
 
-    def follows(self, slots: np.ndarray) -> bool:
-        """`follow` may be asked for these requests."""
-        return self._ssm.kv.follows(slots, self._window)
-
-    def may_follow(self, num_tokens: np.ndarray) -> bool:
-        """As `DraftKV.may_follow`."""
-        return self._ssm.kv.may_follow(num_tokens, self._window)
-
     def follow(
         self,
         slots: np.ndarray,

@@ -112,15 +112,10 @@ class DraftKV:
         """These requests go on without the SSM."""
         self._follows[slots] = False
 
-    def follows(self, slots: np.ndarray, window: int) -> bool:
+    def follows(self, slots: np.ndarray) -> bool:
         """All of these requests that the SSM has not read is what their last step
-        brought, and they have so many tokens besides."""
-        known = self._num_read[slots] >= window
-        return bool((self._follows[slots] & known).all())
-
-    def may_follow(self, num_tokens: np.ndarray, window: int) -> bool:
-        """`follows` is true of requests [R] once so many of their tokens are read."""
-        return bool((num_tokens - self._lookahead >= window).all())
+        brought."""
+        return bool(self._follows[slots].all())
 
     def kv_slots(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """KV cache slots of flat positions; PAD where the request owns none.

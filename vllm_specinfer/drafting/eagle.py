@@ -66,8 +66,7 @@ class EagleHead(NeuralSSM):
         """Keep the states of the step, or read them all once there are too many."""
         super().skip(step)
         self._keep(step)
-        num_kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
-        if num_kept > self._most_kept:
+        if self.is_full:
             super().catch_up(step)
             # Of requests that wait or are gone.
             self._kept.clear()
@@ -77,12 +76,22 @@ class EagleHead(NeuralSSM):
         self._keep(step)
         return super().catch_up(step)
 
+    @property
+    def is_full(self) -> bool:
+        """More is kept than should be: it is time to read."""
+        kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
+        return kept > self._most_kept
+
+    def keep(self, slot: int, states: torch.Tensor) -> None:
+        """The target's states [n, D] of a slot's next tokens are to be read later."""
+        self._kept.setdefault(slot, []).append(states)
+
     def _keep(self, step: DraftStep) -> None:
         counts = np.diff(step.state_starts).tolist()
         for slot, states in zip(
             step.slots.tolist(), step.states.split(counts), strict=True
         ):
-            self._kept.setdefault(slot, []).append(states)
+            self.keep(slot, states)
 
     def _states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         parts = []

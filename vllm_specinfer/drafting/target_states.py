@@ -1,8 +1,12 @@
 """What a head reads of the target where only the device knows which rows stay."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from vllm_specinfer.device import read_later, stage
 
 
 class TargetStates(NamedTuple):
@@ -37,3 +41,34 @@ class TargetStates(NamedTuple):
         below = self.path.long().gather(1, below)
         rows = torch.where(places > 0, below, 0)
         return self.states[self.first.long()[:, None] + rows]
+
+    def rows(self, rows: np.ndarray) -> torch.Tensor:
+        """[n, D] of these rows [n]."""
+        return self.states[stage(self.states.device, rows)[0]]
+
+    def that_stay(
+        self, starts: np.ndarray, in_prompt: np.ndarray, num_new: torch.Tensor
+    ) -> Callable[[], Sequence[torch.Tensor]]:
+        """What waits for the states [n, D] of each request's rows that stay.
+
+        Args:
+            starts: [R + 1] first row of each request.
+            in_prompt: [R] bool; of these all rows stay.
+            num_new: [R] rows that stay of the others, on the device.
+        """
+        # The next step's may overwrite them.
+        copied = self._replace(states=self.states.clone())
+        wait = read_later(num_new, self.path)
+
+        def stay() -> Sequence[torch.Tensor]:
+            counts, paths = wait()
+            counts = np.where(in_prompt, np.diff(starts), counts)
+            rows = [
+                first + (np.arange(n) if whole else np.array([0, *path])[:n])
+                for first, n, whole, path in zip(
+                    starts[:-1], counts, in_prompt, paths, strict=True
+                )
+            ]
+            return copied.rows(np.concatenate(rows)).split(counts.tolist())
+
+        return stay

@@ -180,9 +180,13 @@ class TreeGraphs:
         rows, num_rows = self._catch_up_pass.rows, len(self._window)
         lengths = torch.where(inputs.grows, self._texts.lengths[inputs.slots], 0)
         end = lengths.long()[:, None] - ssm.lookahead
-        back = num_rows - self._window
-        positions = (end - back).clamp_min(0)
-        new = inputs.grows[:, None] & (back <= self._num_new[:, None])
+        # A text of fewer rows begins with the pass, whose other rows are for nothing.
+        first = (end - num_rows).clamp_min(0)
+        last = (end - 1 - first).clamp_min(0)
+        positions = first + self._window
+        new = (end - self._num_new[:, None] <= positions) & (positions < end)
+        most = self._texts.tokens.shape[1] - ssm.lookahead
+        positions = positions.clamp_max(most - 1)
         kv_slots = ssm.kv.kv_slots_on_device(inputs.slots, positions)
         rows.slots.copy_(inputs.slots)
         rows.seq_lens.copy_(end[:, 0].clamp_min(num_rows))
@@ -194,11 +198,17 @@ class TreeGraphs:
         rows.positions.copy_(positions.flatten())
         rows.kv_slots.copy_(torch.where(new, kv_slots, PAD_SLOT_ID).flatten())
         if self._target_states is not None:
-            self._catch_up_pass.states.copy_(ssm.combined(self._target_states))
-        hidden, *own = self._catch_up_pass.launch()
-        self._hidden.copy_(hidden.unflatten(0, (-1, num_rows))[:, -1])
+            states = self._target_states.unflatten(0, (-1, num_rows))
+            # The last of them is the last row's.
+            places = (self._window - last - 1) % num_rows
+            states = states[self._requests, places].flatten(0, 1)
+            self._catch_up_pass.states.copy_(ssm.combined(states))
+        outputs = self._catch_up_pass.launch()
+        ends = [x.unflatten(0, (-1, num_rows))[self._requests, last] for x in outputs]
+        hidden, *own = [x.flatten(0, 1) for x in ends]
+        self._hidden.copy_(hidden)
         if own:
-            self._own[0].copy_(own[0].unflatten(0, (-1, num_rows))[:, -1])
+            self._own[0].copy_(own[0])
         return ()
 
     def _start(self) -> tuple:
