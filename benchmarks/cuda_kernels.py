@@ -27,14 +27,14 @@ import commit_cases
 import interpreter
 import tree_attention_cases
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.kernels.triton.commit import commit_paths_ref
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
+from vllm_specinfer.kernels.triton.tiles import rows_per_block
 from vllm_specinfer.kernels.triton.tree_attention import (
-    rows_per_block,
     tree_attention,
     tree_attention_ref,
 )
+from vllm_specinfer.tree.rows import TreeRows
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 SIZES = {"nodes": (8, 16, 32, 64), "context": (1024, 4096, 32768), "batch": (1, 8, 32)}

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.evidence.kernels import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -26,6 +25,7 @@ from vllm_specinfer.evidence.kernels import (
     measure,
 )
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
+from vllm_specinfer.tree.rows import TreeRows
 
 GOAL = 1.15
 

@@ -4,8 +4,9 @@ python examples/client.py "How do bees find their way home?"
 """
 
 import argparse
+import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 
 def main() -> None:
@@ -15,13 +16,16 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
     client = OpenAI(base_url=args.url, api_key="none")
-    stream = client.chat.completions.create(
-        model="smollm2",
-        messages=[{"role": "user", "content": args.text}],
-        temperature=0,
-        max_tokens=256,
-        stream=True,
-    )
+    try:
+        stream = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": args.text}],
+            temperature=0,
+            max_tokens=256,
+            stream=True,
+        )
+    except APIConnectionError:
+        sys.exit(f"no server at {args.url} yet; examples/serve.sh starts one")
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="", flush=True)
     print()

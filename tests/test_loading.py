@@ -64,7 +64,7 @@ def test_on_a_cpu_the_kernels_of_linear_layers_pad():
 )
 def test_an_ssm_has_its_own_window(layer_types, window):
     made = config()
-    with loading._window_of(model_config(128, layer_types), made):
+    with loading._own_window_of(model_config(128, layer_types), made):
         assert made.cache_config.sliding_window == window
     assert made.cache_config.sliding_window == 64
 

@@ -300,26 +300,31 @@ def test_a_model_vllm_cannot_draft_with_is_refused(refusal, config):
     ],
 )
 def test_a_layer_that_its_config_did_not_show_is_refused(layer, kind):
-    reason = model_refusals.layer_reason([("layers.0", SimpleNamespace(**layer))], 8)
+    reason = model_refusals.layer_reason([("layers.0", SimpleNamespace(**layer))], 1)
     assert f"got {kind}" in reason and "layers.0" in reason
 
 
-def window_reason(window, num_nodes):
+def window_reason(window, words, name="layers.0"):
     impl = SimpleNamespace(sliding_window=window, alibi_slopes=None)
     layer = SimpleNamespace(sliding_window=None, impl=impl)
-    return model_refusals.layer_reason([("layers.0", layer)], num_nodes)
+    return model_refusals.layer_reason([(name, layer)], words, {"ssm.0": 2})
 
 
 @pytest.mark.parametrize("window", [None, -1, (-1, -1), 64, (63, 0)])
 def test_a_layer_whose_window_holds_a_tree_is_accepted(window):
-    assert window_reason(window, 63) is None
+    assert window_reason(window, 1) is None
 
 
-@pytest.mark.parametrize(("window", "num_nodes"), [(63, 8), ((62, 0), 8), (127, 64)])
-def test_a_window_that_may_end_inside_a_tree_is_refused(window, num_nodes):
-    least = 64 if num_nodes == 8 else 128
+@pytest.mark.parametrize(
+    ("window", "words", "name"),
+    [(63, 1, "layers.0"), ((62, 0), 1, "layers.0"), (127, 2, "layers.0")]
+    # Passes of an SSM may have more rows than its trees have nodes.
+    + [(127, 1, "ssm.0")],
+)
+def test_a_window_that_may_end_inside_a_tree_is_refused(window, words, name):
+    least = 64 if window != 127 else 128
     window_in_tokens = window if isinstance(window, int) else 63
-    assert window_reason(window, num_nodes) == (
-        f"sliding windows must hold at least {least} tokens with "
-        f"num_speculative_tokens {num_nodes}; got {window_in_tokens} in layers.0"
+    assert window_reason(window, words, name) == (
+        f"sliding windows must hold at least {least} tokens with trees of this size; "
+        f"got {window_in_tokens} in {name}"
     )

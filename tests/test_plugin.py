@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_specinfer import compat, plugin
+from vllm_specinfer import compat, flags, plugin
 
 # Prints every config of a list of engine arguments, one line each.
 DUMP = """
@@ -204,6 +204,20 @@ def test_known_versions_are_accepted(version, monkeypatch):
 )
 def test_a_missing_vllm_name_is_refused_by_name(missing):
     assert missing.replace(":", ".") in compat.unsupported_reason((missing,))
+
+
+@pytest.mark.parametrize("name", flags.SWITCHES)
+def test_vllm_knows_the_switches_that_are_set(name):
+    code = (
+        "from vllm_specinfer import plugin; plugin.register()\n"
+        "from vllm import envs\n"
+        "print([n for n in envs.environment_variables if 'SPECINFER' in n])\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.validate_environ(True)"
+    )
+    set_here = {k: v for k, v in os.environ.items() if "SPECINFER" in k}
+    assert not set_here
+    assert run(code, **{name: "1"}).splitlines()[-1] == f"['{name}']"
 
 
 def test_the_wrapper_leaves_other_arguments_objects_alone():

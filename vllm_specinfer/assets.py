@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-CACHE_ENV = "VLLM_SPECINFER_CACHE"
+from vllm_specinfer.flags import CACHE_ENV
+
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MTBENCH = "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
 _SHAREGPT = "data/ShareGPT_V3_unfiltered_cleaned_split.json"

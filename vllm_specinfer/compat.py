@@ -16,10 +16,9 @@ Where 0.33 differs from 0.32 the code takes both. These are all the places:
 import importlib
 import re
 
-from vllm_specinfer.flags import is_on
+from vllm_specinfer.flags import ANY_VLLM_ENV, is_on
 
 SUPPORTED = ("0.32", "0.33")
-ANY_VLLM_ENV = "VLLM_SPECINFER_ANY_VLLM"
 
 # vLLM names that the package replaces, subclasses or fills in, as module:attribute.
 REQUIRED = (

@@ -52,7 +52,7 @@ def load_sources(
             lookups.append(lookup_source(source, max_num_reqs, num_nodes))
             continue
         number, config = len(ssms), next(configs)
-        with _not_offloaded(), _window_of(config, vllm_config):
+        with _not_offloaded(), _own_window_of(config, vllm_config):
             ssm = _load(vllm_config, config, device, target, f"ssm{number}")
         ssms.append(
             NeuralSource(
@@ -139,7 +139,9 @@ def _not_offloaded() -> Iterator[None]:
 
 
 @contextmanager
-def _window_of(model_config: ModelConfig, vllm_config: VllmConfig) -> Iterator[None]:
+def _own_window_of(
+    model_config: ModelConfig, vllm_config: VllmConfig
+) -> Iterator[None]:
     """Layers that are built get this model's sliding window, not the target's.
 
     As in vLLM (vllm/engine/arg_utils.py), for models all of whose layers have one.

@@ -1,10 +1,10 @@
 """Which models and layers method specinfer refuses; see ``refusals.py``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.draft_heads import draft_head, eagle_type
-from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
+from vllm_specinfer.tree.token_tree import WORD_BITS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -64,7 +64,11 @@ def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
     return None
 
 
-def layer_reason(layers: Iterable[tuple[str, Any]], num_nodes: int) -> str | None:
+def layer_reason(
+    layers: Iterable[tuple[str, Any]],
+    words: int,
+    words_of_ssms: Mapping[str, int] | None = None,
+) -> str | None:
     """Why a built model's attention layers cannot run trees, or None.
 
     Configs do not always show these; the layers do.
@@ -72,18 +76,20 @@ def layer_reason(layers: Iterable[tuple[str, Any]], num_nodes: int) -> str | Non
     Args:
         layers: Name and layer pairs, as in
             ``compilation_config.static_forward_context.items()``.
-        num_nodes: Most nodes of a tree.
+        words: 64-bit words of what a row of a tree sees of it.
+        words_of_ssms: The same by name, of layers where they differ.
     """
-    # A window begins before the tree: the kernels do not look for it among the nodes.
-    least_window = WORD_BITS * num_words(num_nodes + 1)
+    words_of_ssms = words_of_ssms or {}
     for name, layer in layers:
+        # A window begins before the tree: kernels do not look for it among the nodes.
+        least_window = WORD_BITS * words_of_ssms.get(name, words)
         impl = getattr(layer, "impl", None)
         for holder in (layer, impl):
             window = _window_of(holder)
             if window is not None and window < least_window:
                 return (
                     f"sliding windows must hold at least {least_window} tokens with "
-                    f"num_speculative_tokens {num_nodes}; got {window} in {name}"
+                    f"trees of this size; got {window} in {name}"
                 )
             if getattr(holder, "alibi_slopes", None) is not None:
                 return _layer_sentence(name, "ALiBi")

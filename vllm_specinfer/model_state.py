@@ -24,11 +24,11 @@ from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
 from vllm_specinfer.device import Once, is_host, read_later
 from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.device_plan import DevicePlan
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 

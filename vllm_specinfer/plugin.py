@@ -3,9 +3,7 @@
 vLLM calls ``register`` in every process, before engine arguments become a config.
 """
 
-from vllm_specinfer.flags import is_on
-
-DISABLE_ENV = "VLLM_SPECINFER_DISABLE"
+from vllm_specinfer.flags import DISABLE_ENV, is_on
 
 
 def disabled() -> bool:
@@ -16,8 +14,11 @@ def disabled() -> bool:
 def register() -> None:
     """Teach vLLM the method "specinfer"; nothing else changes.
 
-    Does nothing where ``VLLM_SPECINFER_DISABLE=1``. May be called again.
+    Only names its switches where ``VLLM_SPECINFER_DISABLE=1``. May be called again.
     """
+    from vllm_specinfer.hooks import switches
+
+    switches.install()
     if disabled():
         return
     from vllm_specinfer.hooks import sampling_params, speculative_config

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.draft_heads import eagle_type
+from vllm_specinfer.flags import CUDA_ENV
 from vllm_specinfer.model_refusals import head_reason, model_reason
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
-CUDA_ENV = "VLLM_SPECINFER_CUDA"
 # The member of vLLM's enum that is kept free for backends from outside.
 CUDA_BACKEND = "CUSTOM"
 
@@ -100,6 +100,7 @@ def feature_reason(config: Any) -> str | None:
         if value is not None:
             return _must_be_out(name, why, value)
     for name, why in (
+        ("use_fp64_gumbel", "drafts are drawn in float32"),
         ("return_sampling_mask", "masks are not collected along a path"),
         ("enable_trace_replay", "a replayed token ignores the tree"),
     ):

@@ -35,8 +35,9 @@ from vllm_specinfer.loading import load_sources, recalled, row_sizes
 from vllm_specinfer.model_state import TreeModelState, Walked
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.ranks import of_first_rank
-from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.lessons import Lessons
+from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.device_plan import DevicePlan
@@ -338,7 +339,8 @@ class TreeSpeculator(DraftModelSpeculator):
             if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)
             elif self._reads_states:
-                states = last_hidden_states
+                # Before they are read, a graph may be replayed that uses their memory.
+                states = last_hidden_states.clone()
             if self._ahead is not None and self._ahead.takes(input_batch):
                 found = self._draft_ahead(
                     input_batch, num_sampled, states, num_speculative_tokens
@@ -351,6 +353,11 @@ class TreeSpeculator(DraftModelSpeculator):
             )
         shape = (input_batch.num_reqs, self.num_speculative_steps)
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Steps may be drafted for before the host knows what the last one brought."""
+        return self._ahead is not None
 
     @property
     def is_asked(self) -> bool:

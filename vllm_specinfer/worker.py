@@ -10,6 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
 
@@ -18,6 +19,7 @@ from vllm_specinfer.device import is_host
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
+from vllm_specinfer.tree.token_tree import num_words
 
 # Below vLLM's logger: that is the one with a handler for information.
 logger = init_logger(f"vllm.{__name__}")
@@ -115,7 +117,10 @@ class TreeWorker(Worker):
         super().load_model(*args, **kwargs)
         layers = self.vllm_config.compilation_config.static_forward_context
         num_nodes = self.vllm_config.speculative_config.num_speculative_tokens
-        refusals.refuse(model_refusals.layer_reason(layers.items(), num_nodes))
+        words = num_words(1 + num_nodes)
+        words_of_ssms = self.model_runner.speculator.sources.words_of_layers()
+        reason = model_refusals.layer_reason(layers.items(), words, words_of_ssms)
+        refusals.refuse(reason)
         for layer in layers.values():
             # What a layer attends by is its implementation's. vLLM would give blocks
             # behind a window to others; the block table is the SSMs', too.
@@ -142,8 +147,15 @@ class TreeWorker(Worker):
         speculator = self.model_runner.speculator
         with speculator.sources.unlearned():
             compiled = super().compile_or_warm_up_model()
+            if speculator.drafts_ahead:
+                self._warm_up_drafting()
             speculator.learn()
         return compiled
+
+    def _warm_up_drafting(self) -> None:
+        """As vLLM did before there were graphs, whose trees other kernels verify."""
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The KV cache, if it slept, has woken up empty."""

@@ -20,7 +20,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specinfer.attention import cpu
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.cache import cache_folder
 from vllm_specinfer.config import SpecInferConfig
@@ -30,6 +29,7 @@ from vllm_specinfer.kernels.cpu.tree_attention import (
     tree_attention,
     tree_attention_ref,
 )
+from vllm_specinfer.tree.rows import TreeRows
 
 current_platform.import_kernels()
 torch.cpu._init_amx()  # in an engine its first product of bfloat16 does

@@ -67,7 +67,7 @@ class Ssm:
     """Follows as it is told to; notes who falls behind, what it has read and keeps."""
 
     work = (0, 0)
-    lookahead, reads_states, is_full = 0, False, False
+    lookahead, reads_states, most_kept = 0, False, 99
 
     def __init__(self):
         self.ssm = self.kv = self.on_device = self.levels = self
@@ -76,6 +76,9 @@ class Ssm:
 
     def fall_behind(self, slots):
         self.behind += slots.tolist()
+
+    def is_full(self, num_more):
+        return num_more > self.most_kept
 
     def keep(self, slot, states):
         self.kept[slot] = states[:, 0].tolist()
@@ -439,7 +442,6 @@ def test_a_head_that_sits_out_keeps_the_states_that_stay(steps):
     num_new = torch.tensor([0, 2, 2, 1])
     found = steps.draft(batch, num_new, states, NODES, WorkerStats())
     assert found.shape == (4, NODES) and head.behind == [0, 1, 2, 3]
-    rows.zero_()  # the next step's
     start(steps, 2)
     assert not head.kept
     steps.lessons.learn()
@@ -450,7 +452,7 @@ def test_a_head_that_sits_out_keeps_the_states_that_stay(steps):
 @pytest.mark.parametrize("grow", [True, False])
 def test_a_head_that_has_kept_too_much_reads_it(steps, grow):
     head = steps.sources.ssms[1]
-    steps._heads, head.is_full = [head], True
+    steps._heads, head.most_kept = [head], 1
     found, _ = draft(steps, a_batch([3, 0]))
     assert found.shape == (2, NODES)
     steps.budget.grow, steps.budget.draft = grow, False

@@ -73,6 +73,7 @@ def test_a_head_that_sat_out_does_not_follow(monkeypatch):
     reader.head.skip(reader.step({0: 1}))
     assert not reader.head.kv.follows(slots)
     assert reader.head.kv.follows(slots[1:])
+    assert not reader.head.is_full(MOST_KEPT - 1) and reader.head.is_full(MOST_KEPT)
     # Too many to keep: the head reads them all.
     reader.head.skip(reader.step({0: MOST_KEPT}))
     assert reader.head.kv.follows(slots)

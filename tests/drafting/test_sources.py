@@ -14,9 +14,10 @@ from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, ExpansionTree, SuffixSource
-from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.lessons import Lessons
+from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
 from vllm_specinfer.tree.candidates import Candidates
@@ -30,6 +31,7 @@ STEP = SimpleNamespace(
     slots=np.array([7]),
     num_tokens=np.array([3]),
     decodes_only=True,
+    tests_draws=False,
 )
 
 
@@ -54,7 +56,7 @@ class Chain:
         candidates = Candidates(
             np.array([self.tokens]),
             np.arange(-1, n - 1, dtype=np.int32)[None],
-            chance * np.arange(1, n + 1, dtype=np.float32)[None],
+            (chance * np.arange(1, n + 1)[None]).astype(np.float32),
         )
         draws = {
             node: certain(token)
@@ -68,8 +70,8 @@ class Chain:
         return lambda: proposal
 
 
-def propose(lookups, ssms, num_nodes, tree=SHAPE):
-    drafts = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(STEP)
+def propose(lookups, ssms, num_nodes, tree=SHAPE, step=STEP):
+    drafts = SourceSet(lookups, ssms, tree, num_nodes, Budget()).propose(step)
     (tree,) = drafts.trees.each()
     return tree, drafts.draws[0]
 
@@ -92,6 +94,21 @@ def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
     tree, _ = propose([Chain([5, 6, 7], 0.9)], [ssm], 4)
     assert ssm.asked  # three sure nodes leave room for one more
     assert tree.tokens.tolist() == [5, 1, 6, 2]  # ties: the lookup's first
+
+
+def test_an_ssm_is_asked_for_nothing_but_sure_nodes():
+    tree, _ = propose([], [Chain([1, 2, 3], 0.9)], 3, BestFirstTree(4, 4, 0.8))
+    assert tree.tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.0, []), (1.0, [1])])
+def test_draws_are_tested_however_unlikely_they_are(temperature, expected):
+    """Else only hopeful ones would be, and texts would have another distribution."""
+    roots = SimpleNamespace(temperatures=np.array([temperature]))
+    step = SimpleNamespace(**{**vars(STEP), "tests_draws": True, "roots": roots})
+    strict = BestFirstTree(4, 4, 0.5)
+    tree, draws = propose([], [Chain([1, 2], 0.45)], 3, strict, step)
+    assert tree.tokens.tolist() == expected and ROOT in draws
 
 
 def test_an_ssm_hears_what_will_be_left_out_anyway():
@@ -164,7 +181,6 @@ def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
     step = SimpleNamespace(
         **vars(STEP),
         all_token_ids=np.zeros((8, 9), np.int32),
-        tests_draws=False,
         roots=SimpleNamespace(temperatures=np.array([0.7])),
     )
     nodes = [(ROOT, 1, 0.5), (0, 2, 0.8), (ROOT, 3, 0.4), (2, 4, 0.9), (0, 5, 0.15)]
@@ -265,13 +281,18 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
             assert sources.learned() != before
             return "times"
 
+    again = []
+
     class Started(TreeWorker, Starts):
-        pass
+        def _warm_up_drafting(self):
+            again.append(budget.observe_step(2, 8.0, True))
 
     worker = Started.__new__(Started)
-    speculator = SimpleNamespace(sources=sources, learn=lessons.learn)
+    speculator = SimpleNamespace(
+        sources=sources, learn=lessons.learn, drafts_ahead=True
+    )
     worker.model_runner = SimpleNamespace(speculator=speculator)
-    assert worker.compile_or_warm_up_model() == "times"
+    assert worker.compile_or_warm_up_model() == "times" and again
     lessons.learn()
     assert sources.learned() == before
     assert not suffixes.find(0, np.array([1, 2, 3]))

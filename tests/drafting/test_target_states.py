@@ -1,9 +1,13 @@
 """The rows that a head reads are those that the host would choose."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 
 from vllm_specinfer.drafting.target_states import TargetStates
+from vllm_specinfer.speculator import TreeSpeculator
 
 
 def test_the_last_rows_are_the_root_and_its_path():
@@ -26,3 +30,16 @@ def test_the_last_rows_are_the_root_and_its_path():
         for i, count in enumerate(counts):
             expected = [first[i], *(first[i] + path[i, :count])]
             assert found[i, -count - 1 :, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("of_layers", [False, True])
+def test_states_outlive_the_memory_that_the_target_has_left_them_in(of_layers):
+    speculator = TreeSpeculator.__new__(TreeSpeculator)
+    speculator._reads_layers, speculator._reads_states = of_layers, True
+    speculator._ahead, speculator.num_speculative_steps = None, 3
+    speculator.device = torch.device("cpu")
+    hidden = torch.ones(2, 1)
+    batch = SimpleNamespace(num_reqs=1)
+    speculator.propose(batch, None, None, hidden, [hidden], None, None)
+    hidden.zero_()  # a graph is replayed
+    assert speculator._asked.states.tolist() == [[1], [1]]

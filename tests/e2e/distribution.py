@@ -59,8 +59,12 @@ def job(
     temperature: float = 1.0,
     mutation: str | None = None,
     sources: Sequence[str] = ("ssm",),
+    min_probability: float | None = None,
 ) -> dict:
     """One engine job for `engine.run`; sources that are the same always agree."""
+    tree = dict(CONFIG["tree"])
+    if min_probability is not None:
+        tree["min_probability"] = min_probability
     sampling = {"temperature": temperature, "max_tokens": LENGTH, "ignore_eos": True}
     return {
         "llm": {
@@ -75,6 +79,7 @@ def job(
                 "ssms": [models[name] for name in sources],
                 "verification": rule,
                 **CONFIG,
+                "tree": tree,
             },
         },
         "prompts": [PROMPT] * draws,

@@ -110,9 +110,11 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.drafting.sources import SourceSet
     from vllm_specinfer.kernels.cpu import sampling
     from vllm_specinfer.scheduling import memory
-    from vllm_specinfer.scheduling.budget import Budget, LoadBudget
+    from vllm_specinfer.scheduling.budget import Budget
+    from vllm_specinfer.scheduling.load_budget import LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
     from vllm_specinfer.tree import table
+    from vllm_specinfer.tree.candidates import Candidates
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
@@ -284,6 +286,9 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "duplicates_dropped": changed_draws(drop_duplicates),
         "likeliest_children": changed_draws(take_the_likeliest),
         "only_kept_children": changed_draws(drop_unlikely),
+        "hopeless_trees_dropped": lambda: mock.patch.object(
+            Candidates, "raised", lambda self, *args: self
+        ),
         "q_not_updated": changed_draws(keep_the_first_q),
         "duplicates_across_sources_dropped": lambda: mock.patch.object(
             table, "joined", drop_what_another_source_drew

@@ -68,6 +68,7 @@ class StartsAsOnGPU(CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """With made-up steps, then a capture of graphs."""
+        self.vllm_config.kernel_config.enable_jit_warmup = self._warms_up
         if self._warms_up:
             StartsAsOnGPU.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
@@ -269,6 +270,8 @@ def counted(counter: Callable[[], int]) -> Iterator[list[dict[str, Any]]]:
         if state is not None:
             batch, dims = state.input_batch, runner.sampler.get_logprobs_dims
             heats = runner.sampler.sampling_states.temperature.np[batch.idx_mapping_np]
+            # Nobody fetches the output of vLLM's warm-up.
+            step["made_up"] = batch.req_ids[0].startswith("_warmup")
             step["tested"] = speculator._tests_draws and bool(heats.any())
             step["prefills"] = batch.has_prefill
             step["grammars"] = batch.has_structured_output_reqs

@@ -23,6 +23,10 @@ class TwoBack(LogitsProcessor):
         return bool(self._strength[req_idx])
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        # Each request is there once, as vLLM says.
+        slots = ctx.idx_mapping.tolist()
+        assert slots == ctx.idx_mapping_np.tolist() and len(set(slots)) == len(slots)
+        assert len(ctx.seq_lens_upper_bound_np) == len(slots)
         for row, slot in enumerate(ctx.expanded_idx_mapping.tolist()):
             if not (strength := self._strength[slot]):
                 continue

@@ -187,6 +187,36 @@ def prepare_prefill_inputs(rng: np.random.Generator) -> Outputs:
 
 
 @case
+def apply_prompt_embeds(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.model_states.prompt_embeds import PromptEmbedsState
+
+    out: Outputs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        state = PromptEmbedsState(M, 7, dtype, torch.device("cpu"))
+        requests, lengths = _requests(rng, 4), rng.integers(1, 6, 4)
+        # Prompts that end inside a step and behind it, with ids among them; none.
+        for request, length in zip(requests.tolist()[:3], (4, 20, 20), strict=True):
+            is_id = None if request % 2 else torch.from_numpy(rng.random(length) < 0.4)
+            request_data = SimpleNamespace(
+                req_id=str(request),
+                prompt_embeds=_f32(rng.normal(size=(length, 7))),
+                prompt_is_token_ids=is_id,
+            )
+            state.add_request(request, request_data)
+        state.apply_staged_writes()
+        embeds = _f32(rng.normal(size=(30, 7))).to(dtype)
+        batch = SimpleNamespace(
+            num_reqs=4,
+            num_scheduled_tokens=lengths,
+            idx_mapping=requests,
+            query_start_loc=_cu(lengths),
+        )
+        state.apply(batch, _ints(rng, 0, 6, M), embeds)
+        out[str(dtype)] = embeds
+    return out
+
+
+@case
 def prepare_pos_seq_lens(rng: np.random.Generator) -> Outputs:
     from vllm.v1.worker.gpu.input_batch import prepare_pos_seq_lens
 
@@ -604,7 +634,8 @@ def ranks_and_token_ids(rng: np.random.Generator) -> Outputs:
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
     out: Outputs = {}
-    logits = _logits(rng, 5).bfloat16()
+    num_rows = M + 3  # several of a request
+    logits = _logits(rng, num_rows).bfloat16()
     # A sampled token is possible; vLLM's kernel miscounts the rank of others.
     sampled = torch.tensor(
         [rng.choice(row.isfinite().nonzero()[:, 0]) for row in logits]
@@ -614,14 +645,14 @@ def ranks_and_token_ids(rng: np.random.Generator) -> Outputs:
         token_ids=SimpleNamespace(gpu=_ints(rng, 0, V, M, 16)),
     )
     # Distinct per row, so that the order of the best tokens is defined.
-    logits = logits.float() + _f32(rng.permutation(5 * V).reshape(5, V)) * 1e-4
+    logits = logits.float() + _f32(rng.permutation(num_rows * V).reshape(-1, V)) * 1e-4
     for num, most in ((4, 0), (4, 8), (0, 8)):
         scores = compute_topk_scores(
             logits,
             num,
             sampled,
             logprob_token_ids_state=state,
-            expanded_idx_mapping=_rows(rng, 5),
+            expanded_idx_mapping=_rows(rng, num_rows),
             max_per_req_token_ids=most,
         )
         out[f"ids {num} {most}"] = scores.logprob_token_ids

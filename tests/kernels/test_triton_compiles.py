@@ -21,6 +21,7 @@ from vllm_specinfer.kernels.triton import (
     penalties,
     places,
     texts,
+    tiles,
     tree_attention,
     trees,
     union,
@@ -189,16 +190,20 @@ def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "element"),
-    [(64, "bf16"), (128, "bf16"), (256, "bf16"), (128, "fp32")],
+    ("head_size", "element", "group"),
+    [(64, "bf16", 4), (128, "bf16", 4), (256, "bf16", 4), (128, "fp32", 4)]
+    # StarCoder's and Falcon's one KV head.
+    + [(128, "fp32", 48), (256, "bf16", 71)],
 )
-def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(head_size, element):
+def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(
+    head_size, element, group
+):
     """99 KiB there; pointers and strides are divisible by 16 as in an engine."""
     kernel, size = tree_attention._tree_attention_kernel, 2 if element == "bf16" else 4
-    lanes, tile = tree_attention._tile_shape(512, 4, head_size, size)
+    lanes, tile = tiles.tile_shape(512, group, head_size, size)
     constants = SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False}
     constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
-    constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1}
+    constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1, "GROUP": group}
     data = {f"{name}_ptr": f"*{element}" for name in ("out", "query", "kv_cache")}
     signature = signature_of(kernel, constants, BLOCKS | data)
     aligned = {
@@ -208,6 +213,6 @@ def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(head_size, e
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 8 if lanes >= 128 else 4}
-    options["num_stages"] = tree_attention.num_stages(head_size, size)
+    options["num_stages"] = tiles.num_stages(head_size, size)
     compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
     assert compiled.metadata.shared <= 101376

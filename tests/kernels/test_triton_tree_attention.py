@@ -8,6 +8,7 @@ import torch
 import tree_attention_cases as cases
 from interpreter import outputs_of
 
+from vllm_specinfer.kernels.triton import tiles
 from vllm_specinfer.kernels.triton import tree_attention as kernels
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 
@@ -28,10 +29,10 @@ def test_a_window_that_could_end_among_the_nodes_is_refused() -> None:
 
 
 def test_programs_fill_the_device(monkeypatch):
-    monkeypatch.setattr(kernels, "_num_sms", lambda _: 132)
+    monkeypatch.setattr(tiles, "_num_sms", lambda _: 132)
     device = torch.device("cpu")
-    assert kernels.choose_num_programs(8, device) == 33
-    assert kernels.choose_num_programs(512, device) == 1
+    assert tiles.choose_num_programs(8, device) == 33
+    assert tiles.choose_num_programs(512, device) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])

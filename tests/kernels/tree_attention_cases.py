@@ -14,7 +14,7 @@ import interpreter
 import numpy as np
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
 
 RANDOM_SEEDS = range(12)
@@ -63,7 +63,8 @@ def step(
     """Arguments of `tree_attention` and `tree_attention_ref` but for `out`.
 
     The step ends with a request without rows and three rows of no request, as a
-    captured graph has them. Slots that nobody wrote hold NaN.
+    captured graph has them. Slots that nobody wrote hold NaN, and so do those of nodes
+    that no row sees.
     """
     rng = np.random.default_rng(seed)
     seq_lens = [r.context + r.num_nodes for r in requests]
@@ -71,7 +72,7 @@ def step(
     num_blocks = len(requests) * width + 2
     table = rng.permutation(num_blocks)[: len(requests) * width].reshape(-1, width)
     words = words or num_words(max(r.num_nodes for r in requests))
-    rows, bits = [], []
+    rows, bits, seen = [], [], []
     for request in requests:
         indices = request.rows or range(request.num_nodes)
         rows.append(len(indices))
@@ -83,6 +84,10 @@ def step(
             of_tree = ancestor_bits(np.array([parents], np.int32).reshape(1, -1))[0]
             visible[:, : of_tree.shape[1]] = of_tree[list(indices)]
         bits.append(visible)
+        nodes = np.arange(request.num_nodes)
+        if request.is_tree:
+            nodes = nodes[(visible[:, nodes // 64] >> nodes % 64 & 1).any(axis=0)]
+        seen.append(nodes)
     bits.append(np.zeros((3, words), np.int64))
     num_rows, num_heads = sum(rows) + 3, num_kv_heads * group
     random = torch.Generator().manual_seed(seed)
@@ -92,9 +97,12 @@ def step(
 
     shape = (num_blocks, block_size, num_kv_heads, 2 * head_size)
     kv_cache = torch.full(shape, torch.nan)
-    for length, blocks in zip(seq_lens, torch.from_numpy(table), strict=True):
-        at = torch.arange(length)
-        written = normal(length, num_kv_heads, 2 * head_size).float()
+    places = zip(requests, seen, torch.from_numpy(table), strict=True)
+    for request, nodes, blocks in places:
+        at = torch.from_numpy(
+            np.append(np.arange(request.context), request.context + nodes)
+        )
+        written = normal(len(at), num_kv_heads, 2 * head_size).float()
         kv_cache[blocks[at // block_size], at % block_size] = written
     kv_cache = kv_cache.to(kv_dtype or dtype).transpose(1, 2)
     arguments: dict[str, Any] = {

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from vllm_specinfer.scheduling.budget import (
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
     LOST_IN_TRIES,
     PAYBACK_STEPS,
     PLAIN_STEPS,
     SHORTEST_PAUSE,
     TRIES,
-    Budget,
     LoadBudget,
 )
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_specinfer.scheduling.budget import (
+from vllm_specinfer.scheduling.load_budget import (
     FIRST_PLAIN_STEPS,
     LEAST_DRAFTS,
     LONGEST_PAUSE,

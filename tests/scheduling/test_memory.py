@@ -8,8 +8,8 @@ import pytest
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree
 from vllm_specinfer.scheduling import memory
-from vllm_specinfer.scheduling.budget import PLAIN_STEPS, LoadBudget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor, node_features
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from vllm_specinfer.scheduling import start_costs
-from vllm_specinfer.scheduling.budget import PLAIN_STEPS, Budget, LoadBudget
+from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
 
 
 class Machine:

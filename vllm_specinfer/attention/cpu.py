@@ -26,12 +26,12 @@ from vllm.v1.attention.backends.registry import (
     register_backend,
 )
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.compaction import CPUCommit
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import chain_bits, num_words
 
 # Rows of a request up to which our kernel has been measured not to be slower than

@@ -36,11 +36,12 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.commit.paths import CommitWalks
 from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
-from vllm_specinfer.kernels.triton.tree_attention import rows_per_block, tree_attention
+from vllm_specinfer.kernels.triton.tiles import rows_per_block
+from vllm_specinfer.kernels.triton.tree_attention import tree_attention
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.tree.rows import TreeRows
 
 
 def attend_rows(
@@ -67,5 +67,7 @@ def attend_rows(
             sink = sinks.float().view(1, num_kv_heads, -1, 1)
             scores = torch.cat([scores, sink.expand(len(q), -1, -1, -1)], dim=-1)
         weights = scores.softmax(-1)[..., :length]
+        # What no row sees may be no number.
+        value = torch.where(visible.any(0)[:, None, None], value, 0.0)
         attended = torch.einsum("qhgk,khd->qhgd", weights, value)
         out[start:end] = attended.flatten(1, 2).to(out.dtype)

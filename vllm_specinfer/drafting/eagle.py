@@ -66,7 +66,7 @@ class EagleHead(NeuralSSM):
         """Keep the states of the step, or read them all once there are too many."""
         super().skip(step)
         self._keep(step)
-        if self.is_full:
+        if self.is_full():
             super().catch_up(step)
             # Of requests that wait or are gone.
             self._kept.clear()
@@ -76,11 +76,10 @@ class EagleHead(NeuralSSM):
         self._keep(step)
         return super().catch_up(step)
 
-    @property
-    def is_full(self) -> bool:
-        """More is kept than should be: it is time to read."""
+    def is_full(self, num_more: int = 0) -> bool:
+        """With so many rows more, more are kept than should be: it is time to read."""
         kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
-        return kept > self._most_kept
+        return kept + num_more > self._most_kept
 
     def keep(self, slot: int, states: torch.Tensor) -> None:
         """The target's states [n, D] of a slot's next tokens are to be read later."""

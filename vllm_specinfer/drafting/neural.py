@@ -74,6 +74,15 @@ class NeuralSource:
         """Of a level of one tree whose children are asked for, the roots' included."""
         return max(1, *level_sizes(self.tree, self.num_nodes))
 
+    def num_words(self, window: int) -> int:
+        """64-bit words of what a row sees of its pass, in levels and in catching up.
+
+        Args:
+            window: Most tokens that a step adds to a text.
+        """
+        of_levels = level_words(self.tree, self.num_nodes)
+        return max(of_levels, num_words(max(window, self.most_nodes)))
+
     def capture(self, texts: "Texts", window: int, num_reqs: int) -> None:
         """Capture graphs of what decoding runs: levels, and paths of that depth.
 
@@ -86,8 +95,7 @@ class NeuralSource:
         from vllm_specinfer.drafting.device_trees import DeviceTrees
 
         rows = max(window, self.most_nodes)
-        words = max(level_words(self.tree, self.num_nodes), num_words(rows))
-        self.ssm.capture(GraphShape(num_reqs, rows, words))
+        self.ssm.capture(GraphShape(num_reqs, rows, self.num_words(window)))
         self.on_device = DeviceTrees(
             *(self.ssm, self.chooser, self.tree, self.num_nodes),
             *(NUM_CANDIDATES, num_reqs, texts, window),

@@ -114,6 +114,14 @@ class SourceSet:
             return self._num_nodes
         return max(source.tree.max_depth for source in self.ssms)
 
+    def words_of_layers(self) -> dict[str, int]:
+        """64-bit words of what a row sees of its pass, by attention layer of an SSM."""
+        return {
+            name: source.num_words(1 + self.max_depth)
+            for source in self.ssms
+            for name in source.ssm.layer_names
+        }
+
     def all(self) -> list[Source]:
         """Every source, in the order of their tests."""
         return [*self.lookups, *self.ssms]
@@ -173,7 +181,7 @@ class SourceSet:
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
         least = np.full(num_reqs, self.least)
-        proposals, asks, scores = [], False, None
+        proposals, asks, scores, sure = [], False, None, False
         if decided is None:
             grows = most > 0 and self._budget.grows(num_reqs)
         else:
@@ -182,10 +190,12 @@ class SourceSet:
             proposals = [source.propose(step) for source in self.lookups]
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
-                least = np.maximum(least, known.nth_score(self._num_nodes))
+                of_last = known.nth_score(self._num_nodes)
+                sure = num_reqs > 0 and bool((of_last > np.log(SURE)).all())
+                least = np.maximum(least, of_last)
                 scores = known.scores
             if decided is None:
-                asks = self._asks_ssms(step, least, scores)
+                asks = not sure and self._asks_ssms(step, scores)
             else:
                 asks = decided.asks
             if asks:
@@ -200,6 +210,9 @@ class SourceSet:
                 return Drafts(trees, [{} for _ in least], [], reasons)
         union, columns = self.steps.merge([p.candidates for p in proposals])
         kept = max(self.least, self._budget.least_score(union.scores, asks))
+        if step.tests_draws:
+            # What has no node is not tested, which must not depend on the draws.
+            union = union.raised(step.roots.temperatures > 0, kept)
         trees = self.steps.best(union, self._num_nodes, kept, most)
         given, seen = self._given_by_source(proposals, columns, trees)
         for r, slot in enumerate(step.slots[step.growing].tolist()):
@@ -299,15 +312,13 @@ class SourceSet:
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]
 
-    def _asks_ssms(
-        self, step: DraftStep, least: np.ndarray, known: np.ndarray | None
-    ) -> bool:
+    def _asks_ssms(self, step: DraftStep, known: np.ndarray | None) -> bool:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
-        if not self.ssms or (len(least) and (least > np.log(SURE)).all()):
+        if not self.ssms:
             return False
         kv_of_ssms = [source.ssm.kv for source in self.ssms]
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
-        return self._budget.drafts(len(least), unread, known)
+        return self._budget.drafts(len(step.growing), unread, known)
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
         (rows, levels), started = ssm_work(self.ssms), time.perf_counter()

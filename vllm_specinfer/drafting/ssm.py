@@ -20,7 +20,6 @@ from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import StagedBuffers, is_host, read, stage
 from vllm_specinfer.drafting.draft_kv import DraftKV
 from vllm_specinfer.drafting.graphs import (
@@ -36,6 +35,7 @@ from vllm_specinfer.drafting.graphs import (
 from vllm_specinfer.drafting.growth import Frontier
 from vllm_specinfer.drafting.head import MOST_ROWS, DraftHead
 from vllm_specinfer.drafting.source import DraftStep
+from vllm_specinfer.tree.rows import TreeRows
 
 
 class NeuralSSM:
@@ -43,6 +43,7 @@ class NeuralSSM:
 
     Attributes:
         kv: What it has read, once it is bound.
+        layer_names: Its attention layers.
     """
 
     kv: DraftKV
@@ -71,7 +72,7 @@ class NeuralSSM:
         self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
-        self._layer_names = layer_names
+        self.layer_names = layer_names
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
         self._scheduler_config = vllm_config.scheduler_config
@@ -99,7 +100,7 @@ class NeuralSSM:
             kv_cache_config,
             self._vllm_config,
             self.device,
-            active_layer_names=self._layer_names,
+            active_layer_names=self.layer_names,
         )
         used = [i for i, groups in enumerate(attn_groups) if groups]
         if len(used) != 1:
@@ -337,7 +338,7 @@ class NeuralSSM:
     ) -> Outputs:
         slot_mapping = None
         if kv_slots is not None:
-            slot_mapping = dict.fromkeys(self._layer_names, kv_slots)
+            slot_mapping = dict.fromkeys(self.layer_names, kv_slots)
         num_rows = input_ids.shape[0]
         with set_forward_context(
             metadata,

@@ -56,8 +56,6 @@ class TargetStates(NamedTuple):
             in_prompt: [R] bool; of these all rows stay.
             num_new: [R] rows that stay of the others, on the device.
         """
-        # The next step's may overwrite them.
-        copied = self._replace(states=self.states.clone())
         wait = read_later(num_new, self.path)
 
         def stay() -> Sequence[torch.Tensor]:
@@ -69,6 +67,6 @@ class TargetStates(NamedTuple):
                     starts[:-1], counts, in_prompt, paths, strict=True
                 )
             ]
-            return copied.rows(np.concatenate(rows)).split(counts.tolist())
+            return self.rows(np.concatenate(rows)).split(counts.tolist())
 
         return stay

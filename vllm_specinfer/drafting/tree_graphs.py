@@ -189,7 +189,7 @@ class TreeGraphs:
         positions = positions.clamp_max(most - 1)
         kv_slots = ssm.kv.kv_slots_on_device(inputs.slots, positions)
         rows.slots.copy_(inputs.slots)
-        rows.seq_lens.copy_(end[:, 0].clamp_min(num_rows))
+        rows.seq_lens.copy_(end[:, 0].clamp_min(0))
         rows.tokens.copy_(
             self._texts.tokens[
                 inputs.slots[:, None], positions + ssm.lookahead

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
+from vllm_specinfer.tree.rows import TreeRows
 
 
 def tree_attention(
@@ -69,6 +69,9 @@ def tree_attention(
     cache_k, cache_v = keys_values([0] * len(requests), [longest] * len(requests))
     spec_k, spec_v = keys_values(contexts, [r.num_nodes for r in requests])
     visible = torch.block_diag(*(_visible(r, tree) for r in requests))
+    # What no row sees may be no number.
+    seen = visible.any(dim=0)[:, None, None, None]
+    spec_k, spec_v = (torch.where(seen, part, 0.0) for part in (spec_k, spec_v))
     bias = query.new_full(visible.shape, -torch.inf).masked_fill_(visible, 0.0)
     rows = torch.cat([torch.arange(r.first_row, r.end_row) for r in requests])
     rows = rows.to(query.device)

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_specinfer.device import read
-from vllm_specinfer.flags import is_on
+from vllm_specinfer.flags import DEBUG_ENV, is_on
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.block_table import BlockTables
 
-DEBUG_ENV = "VLLM_SPECINFER_DEBUG"
 BlockIds = tuple[list[int], ...]
 
 

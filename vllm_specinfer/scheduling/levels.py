@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from vllm_specinfer.scheduling.budget import Average, Worth
+from vllm_specinfer.scheduling.average import Average
+from vllm_specinfer.scheduling.budget import Worth
 
 
 class Levels:

@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.hooks import cpu_v2
@@ -43,6 +44,11 @@ class SpecInferScheduler(Scheduler):
         if current_platform.is_cpu():
             cpu_v2.enable_in_frontend()
         super().__init__(*args, **kwargs)
+        if self.dynamic_sd_lookup is None:
+            # Without one, a request that joins by one token gets rows for a whole tree,
+            # for which there is no tree and perhaps no room.
+            every_size = self.scheduler_config.max_num_seqs + 1
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * every_size
         # Of requests with a grammar and drafts.
         self._trees: dict[str, TokenTree] = {}
         # Of the step whose output is being processed.
@@ -95,6 +101,17 @@ class SpecInferScheduler(Scheduler):
             self._trees[req_id] = TokenTree(
                 np.array(tokens, np.int64), np.array(parents, np.int32)
             )
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """As vLLM's; what was accepted behind the end of a turn is not computed.
+
+        The next turn of such a session goes on behind the end.
+        """
+        if request.resumable:
+            # The last token has not been run, whatever has been behind it.
+            last = request.num_tokens - 1 + request.num_output_placeholders
+            request.num_computed_tokens = min(request.num_computed_tokens, last)
+        return super()._handle_stopped_request(request)
 
     def get_grammar_bitmask(
         self, scheduler_output: SchedulerOutput

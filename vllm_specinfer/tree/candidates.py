@@ -98,6 +98,17 @@ class Candidates:
             return np.full(len(self.scores), -np.inf, np.float32)
         return -np.partition(-self.scores, n - 1, axis=1)[:, n - 1]
 
+    def raised(self, requests: np.ndarray, least: float) -> "Candidates":
+        """Where these requests [R] bool have none with this score, the best is sure."""
+        if not self.scores.shape[1]:
+            return self
+        rows, best = np.arange(len(self.scores)), self.scores.argmax(axis=1)
+        scores = self.scores.copy()
+        of_best = scores[rows, best]
+        low = requests & np.isfinite(of_best) & (of_best < least)
+        scores[rows[low], best[low]] = 0.0
+        return Candidates(self.tokens, self.parents, scores)
+
     def cut(self, num_nodes: int) -> "Candidates":
         """Only the N best of each request; the columns stay what they are."""
         if self.scores.shape[1] <= num_nodes:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import stage
 from vllm_specinfer.tree.on_device import TreeBuffers
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.table import StepRows, are_trees
 
 

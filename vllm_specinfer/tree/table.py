@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.device import stage
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.proposals import Draws, joined
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import (
     ROOT,
     ancestor_bits,

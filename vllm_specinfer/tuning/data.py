@@ -66,6 +66,11 @@ def prepare(
             f"of them for validation; got {len(samples)} continuations"
         )
     held_out = max(1, round(len(samples) * settings.validation))
+    if held_out == len(samples):
+        raise ValueError(
+            f"validation must leave something of the {len(samples)} continuations to "
+            f"learn from; got {settings.validation}"
+        )
     validation, training = samples[:held_out], samples[held_out:]
     counts = collections.Counter(t for s in training for t in s.answer)
     commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]

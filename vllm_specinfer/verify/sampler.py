@@ -155,27 +155,29 @@ class TreeSampler:
         Returns:
             [G, 1] tokens, and the logprobs of the G rows where a request wants some.
         """
-        requests = list(requests)
         slots = batch.idx_mapping_np[requests]
         first = batch.cu_num_logits_np[requests]
+        # Each is there once, whatever its rows: processors count by request.
+        each = np.unique(requests)
+        slot_of_each = batch.idx_mapping_np[each]
         chains = self._chains(plan, slots, first, paths, logits.device)
         counts, rows = chains.counts, chains.rows
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         slot_of_row = np.repeat(slots, counts)
         which, mapping, expanded, cu_num_logits, last = stage(
-            logits.device, np.array(requests), slots, slot_of_row, ends, ends[1:] - 1
+            logits.device, each, slot_of_each, slot_of_row, ends, ends[1:] - 1
         )
         logits = logits[rows]
         view = replace(
             batch,
-            num_reqs=len(slots),
+            num_reqs=len(each),
             idx_mapping=mapping,
-            idx_mapping_np=slots,
+            idx_mapping_np=slot_of_each,
             positions=self._row_positions(batch, plan),
             expanded_idx_mapping=expanded,
             expanded_local_pos=chains.before,
             seq_lens=batch.seq_lens[which],
-            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[requests],
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[each],
             logits_indices=batch.logits_indices[rows],
             cu_num_logits=cu_num_logits,
             cu_num_logits_np=ends,

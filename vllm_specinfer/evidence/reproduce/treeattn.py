@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.evidence.kernels import (
     BLOCK_SIZE,
     HEAD_SIZE,
@@ -26,6 +25,7 @@ from vllm_specinfer.evidence.kernels import (
     measure,
 )
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import TokenTree, ancestor_bits
 
 KIB = 1024

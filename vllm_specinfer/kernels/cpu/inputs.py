@@ -89,6 +89,42 @@ def prepare_prefill_inputs(
         lookahead[: ahead.size, request] = ahead
 
 
+def apply_prompt_embeds(
+    inputs_embeds: torch.Tensor,  # [T, hidden]
+    inputs_embeds_stride: int,
+    embeds_ptrs: torch.Tensor,  # [M] uint64 addresses of [length, hidden], of that type
+    mask_ptrs: torch.Tensor,  # [M] uint64 addresses of [length] int8, 0 for none
+    embeds_lens: torch.Tensor,  # [M]
+    idx_mapping: torch.Tensor,  # [R]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    num_computed_tokens: torch.Tensor,  # [M]
+    hidden_size: int,
+    **_: object,
+) -> None:
+    """Put the user's embeddings over the rows of prompts that are no token ids."""
+    starts = query_start_loc.tolist()
+    row_bytes = hidden_size * inputs_embeds.element_size()
+    for i, request in enumerate(idx_mapping.tolist()):
+        first = int(num_computed_tokens[request])
+        count = min(starts[i + 1] - starts[i], int(embeds_lens[request]) - first)
+        if count <= 0:
+            continue
+        rows = inputs_embeds[starts[i] : starts[i] + count]
+        given = _at(int(embeds_ptrs[request]) + first * row_bytes, count * row_bytes)
+        given = given.view(inputs_embeds.dtype).view(count, hidden_size)
+        if not (mask := int(mask_ptrs[request])):
+            rows.copy_(given)
+            continue
+        is_embedded = _at(mask + first, count) == 0
+        rows[is_embedded] = given[is_embedded]
+
+
+def _at(address: int, size: int) -> torch.Tensor:
+    """[size] uint8 of memory that others own."""
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 def prepare_pos_seq_lens(
     pos: torch.Tensor,  # [T]
     seq_lens: torch.Tensor,  # [M]

@@ -67,8 +67,10 @@ def fill_logprob_token_ids(
         count = int(num_per_req_token_ids[request])
         if count:
             tokens = per_req_token_ids[request, :count]
-        else:
+        elif NUM_TOPK:
             tokens = topk_indices[i, :NUM_TOPK]
+        else:
+            continue
         ids[i, 1 : 1 + len(tokens)] = tokens.numpy()
         valid[i, 1 : 1 + len(tokens)] = True
 

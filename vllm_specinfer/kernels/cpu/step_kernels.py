@@ -23,6 +23,7 @@ _PACKAGE = "vllm.v1.worker.gpu."
 REPLACEMENTS: dict[str, Callable[..., None]] = {
     "buffer_utils.apply_write": inputs.apply_write,
     "input_batch.prepare_prefill_inputs": inputs.prepare_prefill_inputs,
+    "model_states.prompt_embeds.apply_prompt_embeds": inputs.apply_prompt_embeds,
     "input_batch.prepare_pos_seq_lens": inputs.prepare_pos_seq_lens,
     "input_batch.combine_sampled_and_draft_tokens": (
         inputs.combine_sampled_and_draft_tokens

@@ -5,10 +5,10 @@ Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 
 import torch
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
+from vllm_specinfer.tree.rows import TreeRows
 
 
 def tree_attention(

@@ -6,25 +6,27 @@ then those of the nodes, masked by the rows' ancestor bits. Where blocks of rows
 few to fill the device, the KV positions are split over programs and a second kernel
 joins their partial softmaxes. How many blocks there are is the device's to know: a
 graph is captured for the most that its rows may make, and splits as those of the step
-need it. Tile sizes and numbers of programs are not measured.
+need it.
 
 Dimension legend: R requests, T query rows, H query heads, D head size, W words.
 """
-
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_specinfer.attention.metadata import TreeRows
 from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+from vllm_specinfer.kernels.triton.tiles import (
+    choose_num_programs,
+    num_stages,
+    tile_shape,
+)
+from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import WORD_BITS
 
 MAX_SPLITS = 32
 MIN_TILES_PER_SPLIT = 4
-PROGRAMS_PER_SM = 2
 
 
 @triton.jit
@@ -64,6 +66,7 @@ def _attend_tile(
     query,
     position,
     inside,
+    seen,
     visible,
     pages_ptr,
     block,
@@ -99,7 +102,7 @@ def _attend_tile(
     shrink = tl.exp(top - shift)
     value = tl.load(
         pages_ptr + HEAD_SIZE + at[:, None] + d[None, :],
-        mask=inside[:, None] & channel[None, :],
+        mask=seen[:, None] & channel[None, :],
         other=0.0,
     ).to(query.dtype)
     acc = acc * shrink[:, None]
@@ -244,6 +247,7 @@ def _tree_attention_kernel(
             query,
             position,
             inside,
+            inside,
             visible,
             pages_ptr,
             block,
@@ -271,6 +275,8 @@ def _tree_attention_kernel(
         visible = ((bits[:, None] >> (node % 64).to(tl.int64)[None, :]) & 1) != 0
         visible = tl.where(is_tree, visible, node[None, :] <= row[:, None])
         visible = visible & inside[None, :]
+        # Slots that nothing was written to may hold what is no number.
+        seen = tl.max(visible.to(tl.int32), 0) > 0
         block = tl.load(blocks_ptr + position // BLOCK_SIZE, mask=inside, other=0)
         acc, top, total = _attend_tile(
             acc,
@@ -279,6 +285,7 @@ def _tree_attention_kernel(
             query,
             position,
             inside,
+            seen,
             visible,
             pages_ptr,
             block,
@@ -462,7 +469,7 @@ def tree_attention(
     group = query.shape[1] // num_kv_heads
     head_padded = triton.next_power_of_2(head_size)
     max_rows = min(max_query_len, most_rows)
-    block_m, tile = _tile_shape(
+    block_m, tile = tile_shape(
         max_rows * group, group, head_padded, query.element_size()
     )
     rows = block_m // group
@@ -589,50 +596,3 @@ def tree_attention_ref(
         window,
         chains,
     )
-
-
-def choose_num_programs(num_kv_heads: int, device: torch.device) -> int:
-    """Programs of each of so many KV heads that fill the device."""
-    return max(1, PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
-
-
-def rows_per_block(
-    max_query_len: int, group: int, head_size: int, element_size: int
-) -> int:
-    """Rows of a block where a request has up to so many.
-
-    Args:
-        max_query_len: As of `tree_attention`.
-        group: Query heads of a KV head.
-        head_size: D.
-        element_size: Bytes of a query's element.
-    """
-    padded = triton.next_power_of_2(head_size)
-    return _tile_shape(max_query_len * group, group, padded, element_size)[0] // group
-
-
-def num_stages(head_padded: int, element_size: int) -> int:
-    """Tiles of K and V under way: of large heads there is room for fewer."""
-    return 2 if head_padded > 128 and element_size <= 2 else 3
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _tile_shape(
-    num_lanes: int, group: int, head_padded: int, element_size: int
-) -> tuple[int, int]:
-    """Rows times query heads and KV positions of a program's step.
-
-    They keep within the shared memory of an Ada GPU (99 KiB) without many spills.
-    """
-    if element_size <= 2:
-        most_lanes, tile = (128, 64) if head_padded <= 128 else (64, 32)
-    else:
-        most_lanes, tile = (32, 32) if head_padded <= 128 else (16, 16)
-    lanes = min(triton.next_power_of_2(num_lanes), most_lanes)
-    return max(16, lanes, triton.next_power_of_2(group)), tile

@@ -1,4 +1,4 @@
-"""What a tree adds to a step's attention metadata.
+"""Which K/V the rows of trees see, as attention is told.
 
 Dimension legend: R requests, T flat query rows of the step, W 64-bit words per row.
 """

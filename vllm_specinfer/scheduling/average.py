@@ -1,0 +1,27 @@
+"""Running averages over requests."""
+
+import numpy as np
+
+# So many of them are remembered.
+MEMORY_REQS = 50
+
+
+class Average:
+    """A running average over requests, plain until there are many."""
+
+    def __init__(self, value: np.ndarray | None = None) -> None:
+        """`value` is what another engine has learned, None for nothing."""
+        self.value = value
+        self._num_reqs = 0 if value is None else MEMORY_REQS
+
+    def observe(self, mean: np.ndarray, num_reqs: int) -> None:
+        """Take in the mean over so many requests."""
+        if self.value is None:
+            self.value = np.zeros_like(mean)
+        weight = num_reqs / (num_reqs + self._num_reqs)
+        self.value = self.value + weight * (mean - self.value)
+        self._num_reqs = min(self._num_reqs + num_reqs, MEMORY_REQS)
+
+    def learned(self) -> list[float] | None:
+        """As JSON has it."""
+        return None if self.value is None else self.value.tolist()
