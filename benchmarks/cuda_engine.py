@@ -4,6 +4,7 @@
 
 Checks, `--parts checks`:
 
+- kernel_checks: the kernels beside their definitions (`cuda_kernels.py`).
 - equality: greedy and seeded texts in float32, beside plain vLLM on Model Runner V2 and
   its own Triton attention; every text that differs is told with its first place. The
   host waits for every step.
@@ -16,13 +17,14 @@ Checks, `--parts checks`:
 
 Times, `--parts goals`, with graphs and asynchronous scheduling:
 
-- kernels: `cuda_kernels.py`, one layer's attention beside others (P8).
+- kernels: one layer's attention beside others (`cuda_kernels.py`, P8).
 - steps_8b: milliseconds of a decoding step by nodes per tree and by batch, of a target
   of --shape with random weights, Llama 3 8B's (P9).
 - busy: in which part of the time of such steps the device works (P10).
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - steps: as steps_8b, of --target; only where it is named.
 
+The first run compiles for minutes: where a call must be short, give it fewer parts.
 Each part is a process of its own that is ended when its share of --minutes is over,
 with what the parts before it have left. What fails leaves its traceback in PART.txt,
 and the others run. Every part of the goals leaves a CSV, a table and a picture.
@@ -46,9 +48,16 @@ from typing import Any
 
 from vllm_specinfer import assets
 from vllm_specinfer.evidence.bench import BenchSettings, bench
-from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, runner_of, start_engine
+from vllm_specinfer.evidence.engines import (
+    ROOM_FOR_DRAFTS,
+    forget,
+    runner_of,
+    start_engine,
+)
 from vllm_specinfer.evidence.tables import markdown_of, report, write_csv
+from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.refusals import CUDA_ENV
+from vllm_specinfer.results import installed_versions, write_json
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 LLAMA_3_8B = {
@@ -95,6 +104,7 @@ def main() -> None:
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     args.target = args.target or str(assets.smollm2())
     args.out.mkdir(parents=True, exist_ok=True)
+    write_json(args.out / "machine.json", _machine())
     end = time.monotonic() + 60 * args.minutes
     parts = [part for name in args.parts for part in GROUPS.get(name, [name])]
     failed = []
@@ -245,21 +255,32 @@ def waits(args: argparse.Namespace) -> str:
     return "".join(found) + f"{calls} calls; none waited without being meant to\n"
 
 
-def kernels(args: argparse.Namespace) -> str:
-    """`cuda_kernels.py` in this part's time.
+def kernel_checks(args: argparse.Namespace) -> str:
+    """Whether the kernels give what their definitions give.
 
     Raises:
-        AssertionError: A kernel is wrong; the times are written all the same.
+        AssertionError: One does not.
     """
+    if _cuda_kernels("--check-only"):
+        raise AssertionError("a kernel is wrong, as said above")
+    return "all kernels are right\n"
+
+
+def kernels(args: argparse.Namespace) -> str:
+    """The times of `cuda_kernels.py` that fit into this part's time."""
     deadline = str(args.seconds - ENDING)
+    _cuda_kernels("--time-only", "--out", str(args.out), "--deadline", deadline)
+    return f"attention.csv, .md and .png in {args.out}\n"
+
+
+def _cuda_kernels(*arguments: str) -> int:
     script = str(Path(__file__).with_name("cuda_kernels.py"))
-    sys.argv = [script, "--out", str(args.out), "--deadline", deadline]
+    sys.argv = [script, *arguments]
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code:
-            raise AssertionError("a kernel is wrong, as said above") from None
-    return f"attention.csv, .md and .png in {args.out}\n"
+        return int(end.code or 0)
+    return 0
 
 
 def steps(args: argparse.Namespace) -> str:
@@ -333,8 +354,8 @@ def _steps(
 
             speculator.propose = limited
             timings.clear()
-            seconds = _step_seconds(llm, prompts[:batch], params)
-            verification = statistics.median(timings)
+            seconds, whole = _step_seconds(llm, prompts[:batch], params, timings)
+            verification = statistics.median(whole[FIRST_STEPS:] or whole)
             if not num_nodes:
                 plain = verification
             rows.append(
@@ -353,19 +374,24 @@ def busy(args: argparse.Namespace) -> str:
     """The part of a speculative step's time in which the device works (P10).
 
     Raises:
-        ValueError: There is no device that the profiler sees.
+        ValueError: There is no device that the profiler sees, or a text has ended
+            before the profiler had.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
 
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
-    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    spec = {"method": "specinfer", "model": args.ssm, "scheduler": "static"}
+    # No lookup: what is known from another batch would end much sooner.
+    ssm = _first_ssm(args.ssm)
+    spec = {"method": "specinfer", "model": ssm, "scheduler": "static"}
+    most_nodes = parse_options(spec).num_speculative_tokens
+    num_tokens = (FIRST_STEPS + PROFILED_STEPS) * (1 + most_nodes)
+    longest = max(map(len, prompts)) + num_tokens + ROOM_FOR_DRAFTS
     engine = {"dtype": args.dtype}
     llm = start_engine(args.target, longest, max(args.batches), spec, engine)
     params = SamplingParams(
-        temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
     )
     rows, engine = [], llm.llm_engine
     for batch in args.batches:
@@ -376,8 +402,11 @@ def busy(args: argparse.Namespace) -> str:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for _ in range(PROFILED_STEPS):
                 engine.step()
+        if (left := engine.get_num_unfinished_requests()) != batch:
+            raise ValueError(f"all {batch} texts must be under way; got {left}")
         while engine.has_unfinished_requests():
             engine.step()
+        forget(llm)
         spans = [
             (event.time_range.start, event.time_range.end)
             for event in profiled.events()
@@ -443,7 +472,14 @@ def equality_offload(args: argparse.Namespace) -> str:
     return equality(args, "equality_offload", enforce_eager=True, cpu_offload_gb=0.1)
 
 
-CHECKS = (equality, equality_async, equality_graphs, equality_offload, waits)
+CHECKS = (
+    kernel_checks,
+    equality,
+    equality_async,
+    equality_graphs,
+    equality_offload,
+    waits,
+)
 GOALS = (kernels, steps_8b, busy, speed)
 PARTS: dict[str, Callable[..., str]] = {p.__name__: p for p in (*CHECKS, *GOALS, steps)}
 GROUPS = {
@@ -460,6 +496,8 @@ def _runs(name: str, args: argparse.Namespace) -> bool:
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(name, args)
     )
+    file = args.out / f"{name}.txt"
+    file.write_text("the process ended before the part began\n")
     process.start()
     process.join(args.seconds)
     if process.exitcode is None:
@@ -468,7 +506,7 @@ def _runs(name: str, args: argparse.Namespace) -> bool:
         print(f"\n{name}: ended, the time is over", flush=True)
         return False
     print(f"\n{name}: {time.monotonic() - started:.0f} s", flush=True)
-    print((args.out / f"{name}.txt").read_text(), flush=True)
+    print(file.read_text(), flush=True)
     return process.exitcode == 0
 
 
@@ -480,6 +518,21 @@ def _run(name: str, args: argparse.Namespace) -> None:
     except BaseException:
         file.write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _machine() -> dict[str, Any]:
+    """What the numbers are of."""
+    import torch
+
+    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "devices": list(devices),
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        "cuda": torch.version.cuda,
+        "versions": installed_versions(),
+        "command": sys.argv,
+    }
 
 
 def _texts(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
@@ -496,8 +549,20 @@ def _first_difference(one: list[int], other: list[int]) -> int | None:
     return None
 
 
-def _step_seconds(llm: Any, prompts: list[list[int]], params: Any) -> float:
-    """The median over the steps in which all of a batch decode."""
+def _step_seconds(
+    llm: Any, prompts: list[list[int]], params: Any, timings: list[float]
+) -> tuple[float, list[float]]:
+    """The median over the steps in which all of a batch decode.
+
+    Args:
+        llm: The engine.
+        prompts: The batch.
+        params: Of all its requests.
+        timings: Gets those that the engine takes itself.
+
+    Returns:
+        Seconds, and the engine's timings of the same steps.
+    """
     engine = llm.llm_engine
     for i, ids in enumerate(prompts):
         engine.add_request(str(i), {"prompt_token_ids": ids}, params)
@@ -506,9 +571,10 @@ def _step_seconds(llm: Any, prompts: list[list[int]], params: Any) -> float:
         started = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - started)
+    found = list(timings)
     while engine.has_unfinished_requests():
         engine.step()
-    return statistics.median(seconds[FIRST_STEPS:-1] or seconds)
+    return statistics.median(seconds[FIRST_STEPS:-1] or seconds), found
 
 
 def _first_ssm(path: str) -> str:

@@ -59,7 +59,7 @@ def main() -> None:
     for llm in (plain, tree):
         # None of the prompts: a text that has been seen is looked up.
         llm.generate("Why is the sky blue?", params, use_tqdm=False)
-    counts = spec_counts(tree)
+    num_steps = decoding_steps(tree)
     rows, texts = [], []
     for i, prompt in enumerate(prompts):
         times, outputs = [], []
@@ -73,13 +73,14 @@ def main() -> None:
         if i % 2:
             times.reverse()
             outputs.reverse()
-        before, counts = counts, spec_counts(tree)
-        steps, accepted = (new - old for new, old in zip(counts, before, strict=True))
+        before, num_steps = num_steps, decoding_steps(tree)
         same = outputs[0].token_ids == outputs[1].token_ids
         num_tokens = [len(o.token_ids) for o in outputs]
         rates = [n / t for n, t in zip(num_tokens, times, strict=True)]
         texts.append(outputs[1].text)
-        rows.append((same, *rates, 1 + accepted / max(steps, 1)))
+        # The first token comes with the prompt.
+        per_step = (num_tokens[1] - 1) / max(num_steps - before, 1)
+        rows.append((same, *rates, per_step))
         print(
             f"prompt {i}: {'identical' if same else 'DIFFERENT'}, {num_tokens[1]} "
             f"tokens, plain {rates[0]:.1f} tokens/s, specinfer {rates[1]:.1f} tokens/s "
@@ -100,12 +101,14 @@ def main() -> None:
         raise SystemExit("the texts must be identical in float32; they are not")
 
 
-def spec_counts(llm) -> tuple[int, int]:
-    """(drafts verified, tokens accepted) since the engine started."""
-    values = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
-    return (
-        values["vllm:spec_decode_num_drafts"],
-        values["vllm:spec_decode_num_accepted_tokens"],
+def decoding_steps(llm) -> int:
+    """With a tree or without, of all requests since the engine started."""
+    return sum(
+        metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:spec_decode_num_drafts"
+        or metric.name == "vllm:specinfer_plain_request_steps"
+        and metric.labels["reason"] != "prefill"
     )
 
 

@@ -156,7 +156,8 @@ def prompt_ids(
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
         prompts = read_prompts(Path(source), tokenizer, max_tokens=0)
-    return prompts[:: -(-len(prompts) // count)] if count else prompts
+    taken = min(count or len(prompts), len(prompts))
+    return [prompts[i * len(prompts) // taken] for i in range(taken)]
 
 
 def with_context(prompts: list[list[int]], length: int) -> list[list[int]]:

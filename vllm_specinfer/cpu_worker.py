@@ -40,11 +40,9 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         speculator = self.model_runner.speculator
         if not speculator.budget.knows_costs:
             scheduler = self.vllm_config.scheduler_config
-            start_costs.measure(
-                speculator.budget,
-                self._time_pass,
-                scheduler.max_num_seqs * (speculator.num_speculative_steps + 1),
-            )
+            most = scheduler.max_num_seqs * (speculator.num_speculative_steps + 1)
+            most = min(most, scheduler.max_num_batched_tokens)
+            start_costs.measure(speculator.budget, self._time_pass, most)
         return times
 
     def _time_pass(self, rows: int) -> tuple[float, float]:

@@ -96,11 +96,15 @@ def row_sizes(
 
 def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
     """Start the sources from what an engine like this one has learned."""
+    model, spec = vllm_config.model_config, vllm_config.speculative_config
     file = file_of(
         *(vllm.__version__, current_platform.get_device_name()),
-        *(torch.get_num_threads(), vllm_config.model_config.model),
-        *(vllm_config.model_config.dtype, vllm_config.model_config.enforce_eager),
-        *(vllm_config.cache_config.cache_dtype, repr(vllm_config.speculative_config)),
+        *(torch.get_num_threads(), vllm_config.parallel_config.tensor_parallel_size),
+        *(model.model, model.dtype, model.quantization, model.enforce_eager),
+        *(vllm_config.cache_config.cache_dtype, repr(vllm_config.offload_config)),
+        vllm_config.compilation_config.cudagraph_mode,
+        vllm_config.scheduler_config.async_scheduling,
+        *(repr(spec), repr(spec.options)),
         sources.learned()["predictors"],
     )
     return BudgetMemory(file, sources)

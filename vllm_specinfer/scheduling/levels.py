@@ -27,6 +27,10 @@ class Levels:
             columns: [L + 1] candidates of a request once so many levels have run.
         """
         self._sizes, self._columns = sizes, columns
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known."""
         # [L] sums of the chances of a request's nodes that each level expands.
         self._chances = Average()
 

@@ -64,8 +64,9 @@ def save(file: Path, state: dict[str, Any]) -> None:
     """Replace the file as a whole; a disk that is full or read-only is only logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
-            json.dump(state, part)
-        os.replace(part.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder) / file.name
+            part.write_text(json.dumps(state))
+            part.replace(file)
     except OSError as error:
         logger.warning("What the budget has learned could not be saved: %s", error)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from vllm_specinfer import assets
 from vllm_specinfer.evidence.engines import (
     ROOM_FOR_DRAFTS,
+    StepLog,
     forget,
     start_engine,
     tree_counts,
@@ -137,8 +139,10 @@ def measure(
         llm = start_engine(
             answers.target, longest, MAX_NUM_SEQS, config, answers.engine
         )
+        log = StepLog(llm)
         for temperature in answers.temperatures:
             forget(llm)
+            log.restart()
             params = [
                 SamplingParams(
                     temperature=temperature, max_tokens=answers.max_tokens, seed=i
@@ -149,15 +153,14 @@ def measure(
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
             took = time.perf_counter() - started
             num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-            drafts, nodes, accepted = (
-                after - n for after, n in zip(tree_counts(llm), before, strict=True)
-            )
+            _, nodes, _ = np.subtract(tree_counts(llm), before).tolist()
+            num_steps = log.counts.total()
             rows.append(
                 {
                     label: name,
                     "temperature": temperature,
-                    "tokens per step": 1 + accepted / drafts,
-                    "nodes per step": nodes / drafts,
+                    "tokens per step": sum(log.counts.elements()) / num_steps,
+                    "nodes per step": nodes / num_steps,
                     "tokens/s": num_tokens / took,
                 }
             )
