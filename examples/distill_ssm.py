@@ -108,7 +108,9 @@ def load(folder: Path) -> tuple[list[dict], list[dict]]:
     yet.
     """
     rows = read_samples(folder)
-    labels = np.memmap(folder / "labels.bin", LABEL, "r")
+    file = folder / "labels.bin"
+    whole = file.stat().st_size // LABEL.itemsize if file.exists() else 0
+    labels = np.memmap(file, LABEL, "r", shape=whole) if whole else np.empty(0, LABEL)
     end = 0
     for row in rows:
         start, end = end, end + len(row["prompt"]) + len(row["answer"])

@@ -15,6 +15,7 @@ import argparse
 import ast
 import itertools
 import json
+import os
 import random
 import sysconfig
 import time
@@ -26,6 +27,7 @@ import numpy as np
 from vllm_specinfer import assets
 
 MAX_PROMPT = 256
+SAMPLES = "samples.jsonl"
 NGRAM = 8
 TOP = 16
 # One position of labels.bin: the target's TOP tokens and their probabilities.
@@ -94,8 +96,14 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 def read_samples(folder: Path) -> list[dict]:
     """The samples so far: kind, prompt and answer, the last two as token ids."""
-    path = folder / "samples.jsonl"
-    return [json.loads(line) for line in path.open()] if path.exists() else []
+    return [json.loads(line) for line in whole_lines(folder).splitlines()]
+
+
+def whole_lines(folder: Path) -> bytes:
+    """Of samples.jsonl; its last line may have been cut off, or be in the making."""
+    path = folder / SAMPLES
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -105,6 +113,8 @@ def generate(args: argparse.Namespace) -> None:
     target = args.target or assets.smollm2()
     args.out.mkdir(parents=True, exist_ok=True)
     done = len(read_samples(args.out))
+    if (args.out / SAMPLES).exists():
+        os.truncate(args.out / SAMPLES, len(whole_lines(args.out)))
     llm = LLM(
         str(target),
         dtype="bfloat16",
@@ -119,7 +129,7 @@ def generate(args: argparse.Namespace) -> None:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for _, ids in batch], params, use_tqdm=False
         )
-        with (args.out / "samples.jsonl").open("a") as file:
+        with (args.out / SAMPLES).open("a") as file:
             for (kind, ids), output in zip(batch, outputs, strict=True):
                 answer = list(output.outputs[0].token_ids)
                 num_tokens += len(answer)

@@ -32,6 +32,18 @@ def test_chat_ends_where_the_answer_begins():
     )
 
 
+@pytest.mark.parametrize("count", [1, 7, 50, 0, 500])
+def test_as_many_prompts_as_asked_for_are_spread_over_all(count, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(f"prompt {i}" for i in range(80)))
+    every = assets.prompt_ids(str(file))
+    found = assets.prompt_ids(str(file), count)
+    assert len(every) == 80 and len(found) == (count if 0 < count < 80 else 80)
+    places = [every.index(ids) for ids in found]
+    gaps = {b - a for a, b in itertools.pairwise(places)}
+    assert len(gaps) <= 2 and places[-1] >= 80 - 80 / len(found) - 1
+
+
 def test_missing_wheel_is_named():
     with pytest.raises(FileNotFoundError, match="some-wheel must be installed"):
         assets._package("no_such_module_here", "some-wheel")

@@ -403,6 +403,30 @@ def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undo
 
 
 @pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            {"max_depth": 2, "max_width": 7},
+            "max_width=7, min_probability=0.05), at most",
+        ),
+        ([2, 1], "ExpansionTree(widths=(2, 1)), at most 4 nodes, all in every step"),
+    ],
+)
+def test_the_tree_of_an_ssms_own_is_the_one_that_counts(
+    make_llama, v2_undone, tree, said
+):
+    from vllm import EngineArgs
+
+    ssms = [{"model": make_llama("ssm"), "tree": tree}]
+    args = EngineArgs(
+        model=make_llama("target"),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "specinfer", "ssms": ssms},
+    )
+    assert said in args.create_engine_config().speculative_config.summary
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "as many as pay"),

@@ -33,6 +33,10 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
         ({"diffusion_config": {}}, "diffusion_config must be left out"),
         ({"return_sampling_mask": True}, "return_sampling_mask must be left out"),
         ({"use_fp64_gumbel": True}, "use_fp64_gumbel must be left out"),
+        (
+            {"enable_return_routed_experts": True},
+            "enable_return_routed_experts must be left out",
+        ),
         ({"enable_trace_replay": True}, "enable_trace_replay must be left out"),
     ],
 )

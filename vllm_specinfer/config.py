@@ -203,7 +203,7 @@ class SpecInferConfig(SpeculativeConfig):
         """Why nodes do not follow the load, None where they do."""
         if self.scheduler == "static":
             return f"the scheduler is {self.scheduler!r}"
-        if not isinstance(self.tree, BestFirstTree):
+        if not all(isinstance(tree, BestFirstTree) for tree in self.options.trees):
             return "the tree is an expansion"
         if self.verification_rule not in ("coupled", "naive"):
             return f"a seeded text under {self.verification_rule!r} depends on the tree"
@@ -220,8 +220,9 @@ class SpecInferConfig(SpeculativeConfig):
             nodes += " by learned chances"
         if self.static_reason is not None:
             nodes = f"all in every step, because {self.static_reason}"
+        trees = " and ".join(map(str, self.options.trees))
         return (
-            f"sources {', '.join(sources)}; {self.tree}, at most "
+            f"sources {', '.join(sources)}; {trees}, at most "
             f"{self.num_speculative_tokens} nodes, {nodes}; verification "
             f"{self.verification_rule}"
         )

@@ -4,6 +4,7 @@ Standard library only, so tree code can use them without vLLM.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -84,6 +85,11 @@ class ExpansionTree:
         """Nodes of the largest level."""
         return max(self.level_sizes)
 
+    @property
+    def least_score(self) -> float:
+        """Every node is kept."""
+        return -math.inf
+
 
 @dataclass(frozen=True)
 class BestFirstTree:
@@ -118,6 +124,11 @@ class BestFirstTree:
     def num_nodes(self) -> int:
         """Most nodes that fit, the root excluded."""
         return self.max_depth * self.max_width
+
+    @property
+    def least_score(self) -> float:
+        """Log of the path probability below which a node is dropped."""
+        return math.log(self.min_probability) if self.min_probability else -math.inf
 
     @property
     def num_candidates(self) -> int:
@@ -213,6 +224,12 @@ class SpecInferOptions:
     def ssms(self) -> tuple[SSMSource, ...]:
         """The neural sources, in order."""
         return tuple(s for s in self.sources if isinstance(s, SSMSource))
+
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """The shapes there are, each once: those of the SSMs, lookups' without any."""
+        trees = [ssm.tree or self.tree for ssm in self.ssms] or [self.tree]
+        return tuple(dict.fromkeys(trees))
 
     @property
     def verification_rule(self) -> str:

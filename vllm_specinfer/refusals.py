@@ -99,6 +99,12 @@ def feature_reason(config: Any) -> str | None:
         value = getattr(config, name, None)
         if value is not None:
             return _must_be_out(name, why, value)
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
+        return _must_be_out(
+            "enable_return_routed_experts",
+            "vLLM takes the first rows for the accepted ones",
+            True,
+        )
     for name, why in (
         ("use_fp64_gumbel", "drafts are drawn in float32"),
         ("return_sampling_mask", "masks are not collected along a path"),

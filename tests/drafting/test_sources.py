@@ -13,10 +13,11 @@ from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.suffix import Suffixes
-from vllm_specinfer.options import BestFirstTree, ExpansionTree, SuffixSource
+from vllm_specinfer.options import BestFirstTree, SuffixSource
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.lessons import Lessons
+from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
@@ -38,10 +39,11 @@ STEP = SimpleNamespace(
 class Chain:
     """Proposes one chain of tokens, each with the same chance after the one before."""
 
-    def __init__(self, tokens, chance):
+    def __init__(self, tokens, chance, least=SHAPE.min_probability):
+        self.least = np.log(least) if least else -np.inf
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
-        self.predictor = None
+        self.predictor = self.on_device = None
         self.ssm = self.kv = self
 
     def num_unread(self, slots, num_tokens):
@@ -97,8 +99,18 @@ def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
 
 
 def test_an_ssm_is_asked_for_nothing_but_sure_nodes():
-    tree, _ = propose([], [Chain([1, 2, 3], 0.9)], 3, BestFirstTree(4, 4, 0.8))
+    tree, _ = propose([], [Chain([1, 2, 3], 0.9, least=0.8)], 3)
     assert tree.tokens.tolist() == [1, 2]
+
+
+def test_what_one_ssm_would_drop_another_may_keep():
+    ssms = [Chain([1, 2, 3], 0.9, least=0.8), Chain([4, 5, 6], 0.8, least=0.6)]
+    tree, _ = propose([], ssms, 6)
+    assert [ssm.asked[0].tolist() for ssm in ssms] == [
+        [pytest.approx(0.8)],
+        [pytest.approx(0.6)],
+    ]
+    assert tree.tokens.tolist() == [1, 2, 4, 3, 5]
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.0, []), (1.0, [1])])
@@ -106,8 +118,7 @@ def test_draws_are_tested_however_unlikely_they_are(temperature, expected):
     """Else only hopeful ones would be, and texts would have another distribution."""
     roots = SimpleNamespace(temperatures=np.array([temperature]))
     step = SimpleNamespace(**{**vars(STEP), "tests_draws": True, "roots": roots})
-    strict = BestFirstTree(4, 4, 0.5)
-    tree, draws = propose([], [Chain([1, 2], 0.45)], 3, strict, step)
+    tree, draws = propose([], [Chain([1, 2], 0.45, least=0.5)], 3, step=step)
     assert tree.tokens.tolist() == expected and ROOT in draws
 
 
@@ -136,9 +147,8 @@ def test_draws_below_a_node_that_is_left_out_are_forgotten():
 
 
 def test_an_expansion_keeps_unlikely_nodes():
-    tree, _ = propose(
-        [], [Chain([1, 2], 0.1), Chain([3], 0.1)], 3, ExpansionTree((2, 2))
-    )
+    ssms = [Chain([1, 2], 0.1, least=0), Chain([3], 0.1, least=0)]
+    tree, _ = propose([], ssms, 3)
     assert sorted(tree.tokens.tolist()) == [1, 2, 3]
 
 
@@ -263,7 +273,9 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     suffixes, budget = Suffixes(SuffixSource(max_tokens=100), 1, 3), LoadBudget(3)
     lookup = LookupSource(suffixes)
     lookup.predictor = Predictor()
-    sources = SourceSet([lookup], [Chain([1, 2], 0.9)], SHAPE, 3, budget)
+    ssm, levels = Chain([1, 2], 0.9), Levels([1], [1, 2])
+    ssm.on_device = SimpleNamespace(levels=levels)
+    sources = SourceSet([lookup], [ssm], SHAPE, 3, budget)
     before, states = sources.learned(), copy.deepcopy(vars(budget))
     lessons = Lessons()
 
@@ -273,6 +285,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
             budget.observe_step(1, 9.0, False)
             lessons.add(lambda: budget.observe_draft(1, 2, 2, 7.0))
             lookup.calibration.observe(2.0, 0)
+            levels.observe(np.zeros((1, 2)))
             lookup.predictor.guesses.start(3)
             for text in np.arange(9), np.array([1, 2, 3]):
                 lookup.start(0, None)
@@ -294,7 +307,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     worker.model_runner = SimpleNamespace(speculator=speculator)
     assert worker.compile_or_warm_up_model() == "times" and again
     lessons.learn()
-    assert sources.learned() == before
+    assert sources.learned() == before and levels._chances.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))
     assert budget._plain_steps == states["_plain_steps"] == 0
     assert budget.grows(1) is LoadBudget(3).grows(1)

@@ -105,12 +105,25 @@ def test_a_budget_of_another_size_is_refused():
     with pytest.raises(ValueError):
         engine(num_sources=3)[0].recall(learned)
     for broken in (float("nan"), "x", None):
-        learned["budget"]["profile"][0] = broken
-        with pytest.raises((TypeError, ValueError)):
-            engine()[0].recall(learned)
+        for numbers in (learned["budget"]["profile"], learned["distrust"]):
+            right, numbers[0] = numbers[0], broken
+            sources, budget = engine()
+            with pytest.raises((TypeError, ValueError)):
+                sources.recall(learned)
+            assert not budget.knows_costs
+            numbers[0] = right
 
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     memory.save(tmp_path / "file" / "budget.json", {})
     assert "could not be saved" in caplog.text
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+    def full(*args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(memory.Path, "replace", full)
+    memory.save(tmp_path / "budget.json", {})
+    assert not list(tmp_path.iterdir())

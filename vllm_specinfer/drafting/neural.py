@@ -70,6 +70,11 @@ class NeuralSource:
         return self.ssm.num_rows, self.ssm.num_levels
 
     @property
+    def least(self) -> float:
+        """The lowest score of a node."""
+        return self.tree.least_score
+
+    @property
     def most_nodes(self) -> int:
         """Of a level of one tree whose children are asked for, the roots' included."""
         return max(1, *level_sizes(self.tree, self.num_nodes))

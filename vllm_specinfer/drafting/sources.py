@@ -19,7 +19,7 @@ from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.drafting.suffix import Suffixes
-from vllm_specinfer.options import BestFirstTree, NgramSource, SuffixSource, Tree
+from vllm_specinfer.options import NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.cost import finite
 from vllm_specinfer.scheduling.predictor import Predictor
@@ -92,7 +92,7 @@ class SourceSet:
         Args:
             lookups: Asked in every step that is to have nodes.
             ssms: Asked where that pays.
-            tree: The shape of the merged trees.
+            tree: The shape of the trees of lookups alone.
             num_nodes: Most nodes of one (N).
             budget: Decides what a step spends.
             steps: Merges trees; their definitions by default.
@@ -100,9 +100,8 @@ class SourceSet:
         self.steps = steps or TreeSteps()
         self.lookups, self.ssms = lookups, ssms
         self._num_nodes = num_nodes
-        best_first = isinstance(tree, BestFirstTree) and tree.min_probability
-        # The lowest score of a node.
-        self.least = np.log(tree.min_probability) if best_first else -np.inf
+        # The lowest score of a node: what an SSM would not drop is kept.
+        self.least = min((ssm.least for ssm in ssms), default=tree.least_score)
         self._budget = budget
         # By slot: [N] parents of its tree, [Q, N] scores each source gave its nodes,
         # and per source [N, X] what its predictor saw of them.
@@ -184,7 +183,7 @@ class SourceSet:
         """
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
-        least = np.full(num_reqs, self.least)
+        least = np.full(num_reqs, -np.inf)
         proposals, asks, scores, sure = [], False, None, False
         if decided is None:
             grows = most > 0 and self._budget.grows(num_reqs)
@@ -194,9 +193,8 @@ class SourceSet:
             proposals = [source.propose(step) for source in self.lookups]
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
-                of_last = known.nth_score(self._num_nodes)
-                sure = num_reqs > 0 and bool((of_last > np.log(SURE)).all())
-                least = np.maximum(least, of_last)
+                least = known.nth_score(self._num_nodes).astype(float)
+                sure = num_reqs > 0 and bool((least > np.log(SURE)).all())
                 scores = known.scores
             if decided is None:
                 asks = not sure and self._asks_ssms(step, scores)
@@ -327,7 +325,9 @@ class SourceSet:
 
     def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
         (rows, levels), started = ssm_work(self.ssms), time.perf_counter()
-        begun = [source.begin(step, least) for source in self.ssms]
+        begun = [
+            source.begin(step, np.maximum(least, source.least)) for source in self.ssms
+        ]
         proposals = [wait() for wait in begun]
         if step.decodes_only:
             spent = time.perf_counter() - started

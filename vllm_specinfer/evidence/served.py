@@ -65,15 +65,23 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
     for start in range(settings.starts):
         order = list(configs)[:: -1 if start % 2 else 1]
         runs += itertools.product(settings.cells, order)
+    write_json(out / "bench.json", circumstances(settings, command))
     results: dict[Cell, dict[str, list[dict[str, float]]]] = {}
     for cell, name in tqdm(runs, desc="servers"):
         chosen = prompts[cell[0]]
         with _server(out, settings, configs[name], chosen, cell[2]) as address:
             found = _drive(out, settings, address, chosen, cell)
         results.setdefault(cell, {}).setdefault(name, []).append(found)
-    write_json(out / "bench.json", circumstances(settings, command))
+        text = _write(out, results)
+    return text
+
+
+def _write(out: Path, results: dict[Cell, dict[str, list[dict[str, float]]]]) -> str:
+    """Tables of the cells so far that plain vLLM has run."""
     rows, shown = [], []
     for cell, methods in results.items():
+        if PLAIN not in methods:
+            continue
         for name, found in methods.items():
             row = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
             row["method"] = name
@@ -87,8 +95,9 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
             shown.append(texts)
     columns = ["prompts", "temperature", "batch", "method"]
     text = markdown([*columns, *(f"{label} (ratio)" for label in MEASURED)], shown)
-    (out / "served.md").write_text(text)
-    write_csv(out / "served.csv", rows)
+    if rows:
+        (out / "served.md").write_text(text)
+        write_csv(out / "served.csv", rows)
     return text
 
 

@@ -45,22 +45,28 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
         ValueError: The input cannot be used.
         OSError: A file is missing or the disk is full.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     data = prepare(
         out, settings, command, AutoTokenizer.from_pretrained(settings.target)
     )
-    if (out / MANIFEST).is_file():
-        return json.loads((out / MANIFEST).read_text())["hit_rates"]
+    if not (out / MANIFEST).is_file():
+        _make(out, settings, data)
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+    (out / STATES_FILE).unlink(missing_ok=True)
+    return json.loads((out / MANIFEST).read_text())["hit_rates"]
+
+
+def _make(out: Path, settings: HeadSettings, data: TrainingData) -> None:
+    """Train the head and write it."""
+    from transformers import AutoModelForCausalLM
+
     target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.bfloat16)
     head, losses, rates = train(out, target, settings, data)
     write_head(out / HEAD, head, data.draft_vocab if settings.draft_vocab else None)
     _write_curves(out, losses, rates)
     # Last: what it names is whole.
     write_json(out / MANIFEST, {"ssms": [{"model": HEAD}], "hit_rates": rates})
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    (out / STATES_FILE).unlink()
-    return rates
 
 
 def train(
