@@ -507,6 +507,11 @@ def _generate(job: dict) -> dict:
         "drafts": metrics.get("vllm:spec_decode_num_drafts", 0),
         "drafted": metrics.get("vllm:spec_decode_num_draft_tokens", 0),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
+        "drafted_by_request": [
+            getattr(c.spec_decode_metrics, "num_draft_tokens", None)
+            for o in outputs
+            for c in o.outputs
+        ],
         "accepted_per_pos": metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos"),
         "decode_steps": metrics["vllm:inter_token_latency_seconds"],
         "metrics": _tree_metrics(llm),

@@ -37,11 +37,11 @@ def test_texts_are_those_of_plain_decoding(models):
     params = [GREEDY, SAMPLED, {**GREEDY, "repetition_penalty": 1.3, "logprobs": 2}]
     params += [{**GREEDY, "max_tokens": n} for n in (1, 2)]
     params += [{**GREEDY, "stop_token_ids": list(range(0, VOCAB, 8))}, SAMPLED, GREEDY]
-    few = {"max_num_seqs": 3}
+    few, each = {"max_num_seqs": 3}, {"per_request_spec_decode_metrics": "summary"}
     expected, *trees, auto = engine.run(
         [
             plain(models, params, PROMPTS),
-            asynchronous(models, {}, params),
+            asynchronous(models, {}, params, **each),
             asynchronous(models, TREES["wide"], params),
             asynchronous(models, TREES["paper"], params, **few),
             asynchronous(models, {}, params, batched=False),
@@ -55,6 +55,7 @@ def test_texts_are_those_of_plain_decoding(models):
             values, others = ({t: v for t, v, _ in r} for r in (row, expected_row))
             assert values == pytest.approx(others, abs=1e-4)
     assert auto["tokens"] == expected["tokens"]
+    assert sum(trees[0]["drafted_by_request"]) == trees[0]["drafted"]
 
 
 def test_tight_engines(models):

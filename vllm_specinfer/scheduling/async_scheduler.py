@@ -14,6 +14,8 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
@@ -49,6 +51,21 @@ class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
                     np.array(parents[:count], np.int32),
                 )
 
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As `SpecInferScheduler`; rows without a node are nobody's drafts."""
+        worker = getattr(model_runner_output, "tree_stats", None)
+        if worker is not None:
+            # vLLM takes them off what it reports of a request.
+            scheduler_output.num_invalid_spec_tokens = {
+                req_id: len(drafts) - worker.num_nodes.get(req_id, 0)
+                for req_id, drafts in (
+                    scheduler_output.scheduled_spec_decode_tokens.items()
+                )
+            }
+        return super().update_from_output(scheduler_output, model_runner_output)
+
     def make_spec_decoding_stats(
         self,
         spec_decoding_stats: SpecDecodingStats | None,
@@ -58,6 +75,7 @@ class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
     ) -> SpecDecodingStats | None:
         """As `SpecInferScheduler`, of the nodes that there were."""
         counts["num_draft_tokens"] = self._worker.num_nodes.get(request_id, 0)
+        counts["num_invalid_spec_tokens"] = None
         return super().make_spec_decoding_stats(
             spec_decoding_stats, request_id=request_id, **counts
         )
