@@ -159,8 +159,8 @@ def test_kernels_of_drafting_ahead_are_warmed_up(outputs) -> None:
         [step["ahead"] for step in made_up if ("rows" in step) is graphs]
         for graphs in (False, True)
     )
-    assert len(after) >= len(before) > 4
-    assert not any(before) and sum(after) > len(after) / 2  # prompts come first
+    assert len(before) == len(after) > 4
+    assert not any(before) and all(after[1:])
 
 
 def test_steps_after_prompts_are_drafted_for_ahead(outputs) -> None:
@@ -182,9 +182,8 @@ def test_a_head_that_rests_lets_nobody_wait_until_it_is_asked_again(outputs) -> 
 
 
 def test_other_steps_wait_for_the_device_a_few_times(outputs) -> None:
-    steps = [step for step in outputs[2]["steps"] if not step.get("made_up")]
-    others = [step for step in steps if not step["ahead"]]
-    assert len(others) > 20
+    others = [step for step in outputs[2]["steps"] if not step["ahead"]]
+    assert len(others) > 30
     assert 3 <= max(step["launch"] for step in others) <= MOST_WAITS
     assert all(step.get("verify", 0) == 0 for step in others)
 
@@ -193,7 +192,7 @@ def test_drafting_runs_in_graphs_but_for_prompts(outputs) -> None:
     passes = collections.Counter(outputs[2]["passes"])
     assert passes["graph"] > 100
     assert passes["level"] == 0
-    assert 0 < passes["catch-up"] < 48  # the longer prompts, and vLLM's warm-up
+    assert 0 < passes["catch-up"] < 32  # the longer prompts
 
 
 def test_verification_runs_in_full_graphs_whatever_the_trees(outputs) -> None:
