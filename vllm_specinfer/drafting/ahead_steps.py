@@ -177,8 +177,11 @@ class AheadSteps:
         self._lessons.learn(IN_FLIGHT)
         follows = self._drafter.follows(roles.decoding)
         decided = self._decided(batch, roles, most, follows)
-        full = any(head.is_full(batch.num_tokens) for head in self._heads)
-        if not follows if decided.asks else full:
+        if decided.asks:
+            waits = not follows
+        else:
+            waits = any(head.is_full(batch.num_tokens) for head in self._heads)
+        if waits:
             return decided
         if decided.asks and len(roles.prompts):
             self._read(roles, batch.query_start_loc_np, states)
