@@ -38,6 +38,7 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
             "enable_return_routed_experts must be left out",
         ),
         ({"enable_trace_replay": True}, "enable_trace_replay must be left out"),
+        ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill must be left out"),
     ],
 )
 def test_features_that_break_trees_are_refused(refusal, kwargs, sentence):

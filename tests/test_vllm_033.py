@@ -13,8 +13,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer import compat, seams
 from vllm_specinfer.hooks import cpu_v2
-from vllm_specinfer.kernels.cpu import block_tables, inputs, sampling
-from vllm_specinfer.noise import gumbel_noise
+from vllm_specinfer.kernels.cpu import block_tables, inputs
 from vllm_specinfer.scheduling.grammar import tree_bitmask
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
@@ -84,58 +83,6 @@ def test_a_step_is_counted_where_the_runner_also_passes_drafts():
     given["draft_tokens_ptr"] = torch.zeros(1, 3)
     with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
         inputs.post_update(*arguments(name, **given), num_warps=1)
-
-
-def test_each_step_of_a_chain_has_a_seed_of_its_own(monkeypatch):
-    from vllm.v1.worker.gpu.sample import gumbel as theirs
-
-    logits = torch.zeros(4, 50)
-    seeds = torch.tensor([7, -(1 << 40), 3])
-    requests, steps = torch.tensor([1, 0, -1, 1]), torch.tensor([2, 1, 0, 0])
-    given = dict(
-        local_argmax_stride=1,
-        local_max_stride=1,
-        logits_cache_ptr=torch.zeros(3, 3, 50),
-        logits_cache_stride_0=150,
-        logits_cache_stride_1=50,
-        logits_cache_col_ptr=steps,
-        logits_cache_source_ptr=logits,
-        logits_cache_source_stride=50,
-        logits_ptr=logits,
-        logits_stride=50,
-        expanded_idx_mapping_ptr=requests,
-        seeds_ptr=seeds,
-        pos_ptr=torch.arange(4),
-        temp_ptr=torch.ones(3),
-        vocab_size=50,
-    )
-    constants = dict(
-        BLOCK_SIZE=1024,
-        IS_DRAFTING=False,
-        APPLY_TEMPERATURE=True,
-        USE_FP64=False,
-        PER_TOKEN_COL=True,
-    )
-
-    def sampled():
-        winners = torch.zeros(4, 1, dtype=torch.int64)
-        given.update(local_argmax_ptr=winners, local_max_ptr=torch.zeros(4, 1))
-        name = "sample.gumbel:_gumbel_sample_kernel"
-        positional = arguments(name, **given, **constants)[: len(given)]
-        sampling.gumbel_sample(*positional, **constants)
-        return winners[[0, 1, 3], 0].tolist()
-
-    monkeypatch.delattr(theirs, "spec_step_seed", raising=False)
-    before = sampled()
-    monkeypatch.setattr(theirs, "spec_step_seed", None, raising=False)
-    expected = [
-        gumbel_noise(seed ^ (step << 32), pos, np.arange(50)).argmax()
-        for seed, step, pos in [(-(1 << 40), 2, 0), (7, 1, 1), (-(1 << 40), 0, 3)]
-    ]
-    assert sampled() == expected
-    # The first step keeps the request's seed.
-    same = [a == b for a, b in zip(before, expected, strict=True)]
-    assert same == [False, False, True]
 
 
 def test_the_sampler_of_draws_passes_every_flag_on(monkeypatch):

@@ -3,9 +3,7 @@
 Where 0.33 differs from 0.32 the code takes both. These are all the places:
 
 - `hooks/cpu_v2.py`: the worker checks for Triton, too.
-- `kernels/cpu/`: `gather_block_tables` and `post_update` have more arguments, and
-  `gumbel_sample` mixes a chain's step into the seed. `chain_rejection.py`, which only
-  vLLM's own chain needs, is there to compare with, and that of 0.32.
+- `kernels/cpu/`: `gather_block_tables` and `post_update` have more arguments.
 - `verify/stochastic.py`: `Sampler._sample_random` has one more flag.
 - `scheduling/grammar.py`: bitmasks have as many rows for every request.
 - `worker.py`: `AsyncModelRunnerOutput` has one more method.

@@ -62,7 +62,6 @@ def gumbel_noise(
     seed: int | np.ndarray,
     pos: int | np.ndarray,
     tokens: np.ndarray,
-    use_fp64: bool = False,
 ) -> np.ndarray:
     """The noise that vLLM adds to the logits of ``tokens``.
 
@@ -71,13 +70,18 @@ def gumbel_noise(
         pos: Position in the request, or [F] where there are F seeds; plus
             ``DRAFT_NOISE_SALT`` when drafting.
         tokens: Token ids [n], or [F, n].
-        use_fp64: Draw 53-bit uniforms instead of 32-bit ones.
 
     Returns:
-        Noise, shaped as the tokens, float64 or float32.
+        Noise, shaped as the tokens, float32.
     """
-    u = _uniform(seed, pos, tokens, use_fp64)
-    return -np.log(-np.log(u)) if use_fp64 else -np.log(-_log1p_neg(u))
+    random = _hash32(seed, pos, tokens)
+    # Halves convert exactly; one conversion of the whole would round.
+    high = (random >> 16).astype(np.float32)
+    low = (random & 0xFFFF).astype(np.float32)
+    u = high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
+        2.3283064365386963e-10
+    )
+    return -np.log(-_log1p_neg(u))
 
 
 def uniform(
@@ -94,24 +98,10 @@ def uniform(
     Returns:
         Shaped as the counters, float64.
     """
-    return _uniform(seed, pos, counters, use_fp64=True)
-
-
-def _uniform(
-    seed: int | np.ndarray, pos: int | np.ndarray, tokens: np.ndarray, use_fp64: bool
-) -> np.ndarray:
-    if use_fp64:
-        random = _hash32(seed, pos, tokens, _HIGH_HALF_DOMAIN).astype(np.uint64) << 32
-        random |= _hash32(seed, pos, tokens)
-        u = ((random >> 11).astype(np.float64) + 0.5) * 1.1102230246251565e-16
-        return np.where(u == 1.0, u - 1.1102230246251565e-16, u)
-    random = _hash32(seed, pos, tokens)
-    # Halves convert exactly; one conversion of the whole would round.
-    high = (random >> 16).astype(np.float32)
-    low = (random & 0xFFFF).astype(np.float32)
-    return high * np.float32(1.52587890625e-05) + (low + np.float32(0.5)) * np.float32(
-        2.3283064365386963e-10
-    )
+    random = _hash32(seed, pos, counters, _HIGH_HALF_DOMAIN).astype(np.uint64) << 32
+    random |= _hash32(seed, pos, counters)
+    u = ((random >> 11).astype(np.float64) + 0.5) * 1.1102230246251565e-16
+    return np.where(u == 1.0, u - 1.1102230246251565e-16, u)
 
 
 def _log1p_neg(value: np.ndarray) -> np.ndarray:

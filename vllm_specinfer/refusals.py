@@ -88,7 +88,8 @@ def feature_reason(config: Any) -> str | None:
     """Why a feature that is switched on cannot run with trees, or None.
 
     Args:
-        config: Engine arguments or a ``VllmConfig``: both name these alike.
+        config: Engine arguments, which name all of them, or one of the configurations
+            they become, which name some each.
     """
     for name, why in (
         ("kv_transfer_config", "a connector would save K/V of rejected nodes"),
@@ -109,10 +110,34 @@ def feature_reason(config: Any) -> str | None:
         ("use_fp64_gumbel", "drafts are drawn in float32"),
         ("return_sampling_mask", "masks are not collected along a path"),
         ("enable_trace_replay", "a replayed token ignores the tree"),
+        ("kv_sharing_fast_prefill", "it would attend without the tree"),
     ):
         if value := getattr(config, name, None):
             return _must_be_out(name, why, value)
     return None
+
+
+def engine_reason(
+    config: Any, parallel: "ParallelConfig", target: "ModelConfig", cache_dtype: str
+) -> str | None:
+    """Why features, parallel layout, KV cache or target cannot run with trees, or None.
+
+    Args:
+        config: Engine arguments or a ``VllmConfig``.
+        parallel: The target's parallel layout.
+        target: The target model's configuration.
+        cache_dtype: The KV cache's, resolved.
+    """
+    from vllm.platforms import current_platform
+
+    return (
+        feature_reason(config)
+        or feature_reason(target)
+        or feature_reason(getattr(config, "cache_config", None))
+        or parallel_reason(parallel, target)
+        or cache_dtype_reason(cache_dtype, target, current_platform.is_cpu())
+        or model_reason(target, "the target")
+    )
 
 
 def parallel_reason(parallel: "ParallelConfig", model: "ModelConfig") -> str | None:
@@ -228,11 +253,9 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
             "chain; got V1"
         )
     target = vllm_config.model_config
-    refuse(feature_reason(vllm_config))
-    refuse(parallel_reason(vllm_config.parallel_config, target))
     cache_dtype = vllm_config.cache_config.cache_dtype
-    refuse(cache_dtype_reason(cache_dtype, target, current_platform.is_cpu()))
-    refuse(model_reason(target, "the target"))
+    parallel = vllm_config.parallel_config
+    refuse(engine_reason(vllm_config, parallel, target, cache_dtype))
     refuse(checkpoint_cache_reason(cache_dtype, target, spec.ssm_model_configs))
     for ssm in spec.ssm_model_configs:
         if eagle_type(ssm) is None:

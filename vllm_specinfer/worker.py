@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -147,15 +148,25 @@ class TreeWorker(Worker):
         speculator = self.model_runner.speculator
         with speculator.sources.unlearned():
             compiled = super().compile_or_warm_up_model()
-            if speculator.drafts_ahead:
-                self._warm_up_drafting()
             speculator.learn()
         return compiled
 
-    def _warm_up_drafting(self) -> None:
-        """As vLLM did before there were graphs, whose trees other kernels verify."""
-        if self.vllm_config.kernel_config.enable_jit_warmup:
-            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Warm up once more before vLLM reports what compiles from now on.
+
+        Now there are graphs, whose trees other kernels verify. Seeds are as before: the
+        made-up requests drew some (vllm/v1/worker/gpu_worker.py).
+        """
+        if self.model_runner.speculator.drafts_ahead:
+            if self.vllm_config.kernel_config.enable_jit_warmup:
+                warmup_kernels(
+                    self.model_runner, self.execute_model, self.sample_tokens
+                )
+            parallel = self.vllm_config.parallel_config
+            set_random_seed(
+                self.vllm_config.model_config.seed, parallel.data_parallel_index
+            )
+        super()._maybe_activate_jit_monitor()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The KV cache, if it slept, has woken up empty."""

@@ -294,18 +294,13 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
             assert sources.learned() != before
             return "times"
 
-    again = []
-
     class Started(TreeWorker, Starts):
-        def _warm_up_drafting(self):
-            again.append(budget.observe_step(2, 8.0, True))
+        pass
 
     worker = Started.__new__(Started)
-    speculator = SimpleNamespace(
-        sources=sources, learn=lessons.learn, drafts_ahead=True
-    )
+    speculator = SimpleNamespace(sources=sources, learn=lessons.learn)
     worker.model_runner = SimpleNamespace(speculator=speculator)
-    assert worker.compile_or_warm_up_model() == "times" and again
+    assert worker.compile_or_warm_up_model() == "times"
     lessons.learn()
     assert sources.learned() == before and levels._chances.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))

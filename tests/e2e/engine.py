@@ -267,8 +267,8 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
         "noise": lambda: mock.patch.object(
             sampling,
             "noised_argmax",
-            lambda logits, temperatures, seeds, positions, use_fp64: draw(
-                logits, temperatures, seeds, 0 * positions, use_fp64
+            lambda logits, temperatures, seeds, positions: draw(
+                logits, temperatures, seeds, 0 * positions
             ),
         ),
         "chain_grammar": lambda: mock.patch.object(

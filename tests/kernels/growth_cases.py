@@ -158,6 +158,7 @@ def step(growth: Any, tree: Any, rng: np.random.Generator, seed: int) -> Pairs:
         # Ties, and children that are none.
         logprobs = -some(0, 12, num_reqs * size, k).float() / 4
         logprobs[some(0, 10, num_reqs * size, k) == 0] = -torch.inf
+        logprobs[some(0, 40, num_reqs * size) == 0] = torch.nan  # an overflow
         is_node = growth.levels[depth].is_node.flatten()
         logprobs[~is_node] = float(rng.choice([0, np.nan]))
         tokens = some(0, VOCAB, num_reqs * size, k)

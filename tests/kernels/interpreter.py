@@ -51,7 +51,6 @@ def _mend() -> None:
     import triton.runtime.interpreter as interpreter
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu.metrics import logits
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     tl, builder_cls = interpreter.tl, interpreter.InterpreterBuilder
     topk_topp_sampler.HAS_TRITON = False  # that kernel
@@ -79,9 +78,3 @@ def _mend() -> None:
     builder_cls.create_dot = create_dot
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
-
-    def log1p(x: Any) -> Any:
-        handle = interpreter.TensorHandle(np.log1p(x.handle.data), x.handle.dtype)
-        return interpreter.tl.core.tensor(handle, x.type)
-
-    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=log1p)

@@ -371,42 +371,16 @@ def gumbel_sample(rng: np.random.Generator) -> Outputs:
 
     out: Outputs = {}
     temps = _f32([0.0, 1.0, 0.5, 2.5, 1.0, 0.8])
-    for drafting, scale, fp64, cache in (
-        (False, False, False, None),
-        (True, True, False, "scalar"),
-        (True, True, False, "per token"),
-        (False, False, True, None),
-        (False, True, True, None),
-    ):
+    for scale in (False, True):
         rows = 12
         # Flat logits, so that the noise decides.
         logits = _f32(rng.normal(0, 1, (rows, V)))
         requests = _rows(rng, rows)
         pos = torch.tensor(rng.integers(0, 9000, rows))
-        kwargs = {}
-        if cache is not None:
-            requests = _requests(rng, 5)
-            requests[1] = -1
-            logits, pos = logits[:5], pos[:5]
-            kwargs["logits_cache"] = torch.zeros(M, 3, V + 4)
-            kwargs["logits_cache_col"] = (
-                torch.tensor(2) if cache == "scalar" else torch.tensor([0, 1, 2, 1, 0])
-            )
-        sampled = gumbel_sample(
-            logits,
-            requests,
-            temps,
-            _seeds(rng),
-            pos,
-            scale,
-            drafting,
-            use_fp64=fp64,
-            **kwargs,
+        requests[1] = -1
+        out[f"sampled {scale}"] = gumbel_sample(
+            logits, requests, temps, _seeds(rng), pos, scale, False
         )
-        name = f"{drafting} {scale} {fp64} {cache}"
-        out[f"sampled {name}"] = sampled
-        if cache is not None:
-            out[f"cache {name}"] = kwargs["logits_cache"]
     logits = _logits(rng, 6).bfloat16()
     out["bfloat16"] = gumbel_sample(
         logits, _i32(range(6)), temps, _seeds(rng), torch.arange(6), False, False
@@ -438,41 +412,36 @@ def gumbel_noise(rng: np.random.Generator) -> Outputs:
     """The noise of single tokens: one finite logit a row, its noised value kept."""
     from vllm.v1.worker.gpu.sample import gumbel
 
-    out: Outputs = {}
-    for fp64 in (False, True):
-        rows, blocks = 64, -(-V // 1024)
-        logits = torch.full((rows, V), -float("inf"))
-        logits[torch.arange(rows), torch.tensor(rng.integers(0, V, rows))] = 0.0
-        argmax = torch.zeros(rows, blocks, dtype=torch.int64)
-        value = torch.zeros(
-            rows, blocks, dtype=torch.float64 if fp64 else torch.float32
-        )
-        gumbel._gumbel_sample_kernel[(rows, blocks)](
-            argmax,
-            argmax.stride(0),
-            value,
-            value.stride(0),
-            None,
-            0,
-            0,
-            None,
-            None,
-            0,
-            logits,
-            logits.stride(0),
-            _rows(rng, rows),
-            _seeds(rng),
-            torch.tensor(rng.integers(0, 1 << 20, rows)),
-            torch.ones(M),
-            V,
-            BLOCK_SIZE=1024,
-            IS_DRAFTING=False,
-            APPLY_TEMPERATURE=False,
-            USE_FP64=fp64,
-            PER_TOKEN_COL=False,
-        )
-        out["fp64" if fp64 else "~fp32"] = value.amax(dim=-1)
-    return out
+    rows, blocks = 64, -(-V // 1024)
+    logits = torch.full((rows, V), -float("inf"))
+    logits[torch.arange(rows), torch.tensor(rng.integers(0, V, rows))] = 0.0
+    argmax = torch.zeros(rows, blocks, dtype=torch.int64)
+    value = torch.zeros(rows, blocks)
+    gumbel._gumbel_sample_kernel[(rows, blocks)](
+        argmax,
+        argmax.stride(0),
+        value,
+        value.stride(0),
+        None,
+        0,
+        0,
+        None,
+        None,
+        0,
+        logits,
+        logits.stride(0),
+        _rows(rng, rows),
+        _seeds(rng),
+        torch.tensor(rng.integers(0, 1 << 20, rows)),
+        torch.ones(M),
+        V,
+        BLOCK_SIZE=1024,
+        IS_DRAFTING=False,
+        APPLY_TEMPERATURE=False,
+        USE_FP64=False,
+        PER_TOKEN_COL=False,
+    )
+    return {"~values": value.amax(dim=-1)}
 
 
 def _token_sets(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -711,119 +680,6 @@ def num_nans(rng: np.random.Generator) -> Outputs:
     logits = _logits(rng, 4)
     logits[torch.tensor(rng.random((4, V)) < 0.01)] = float("nan")
     return {"nans": get_num_nans(logits)}
-
-
-# spec_decode: vLLM's chain speculators
-
-
-@case
-def flatten_and_gather_sampled(rng: np.random.Generator) -> Outputs:
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-
-    counts = rng.integers(1, 5, 4)
-    total = int(counts.sum())
-    flat = torch.zeros(total, dtype=torch.int64)
-    sampled = torch.tensor(rng.integers(0, V, (4, 5)))
-    rejection_sampler._flatten_sampled_kernel[(4,)](
-        flat, sampled, sampled.stride(0), _i32(counts), _cu(counts)
-    )
-    drafts, pos = rejection_sampler.gather_draft_sampled(
-        _ints(rng, 0, V, 30),
-        torch.tensor(rng.integers(0, 20, 30)),
-        torch.tensor(rng.integers(0, 30, total)),
-        _rows(rng, total),
-        _i32(np.concatenate([np.arange(n) for n in counts])),
-        _ints(rng, 5, 20, M),
-    )
-    return {"flat": flat, "drafts": drafts, "pos": pos}
-
-
-@case
-def rejection_sample(rng: np.random.Generator) -> Outputs:
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
-
-    out: Outputs = {}
-    steps = 4
-    temps = _f32([0.0, 1.0, 0.6, 0.0, 1.7, 1.0])
-    for synthetic in (None, _f32([0.9, 0.7, 0.5, 0.3])):
-        for has_draft in (True, False):
-            num_drafts = rng.permutation([0, 1, 2, 3, 4])
-            total = int((num_drafts + 1).sum())
-            requests = _requests(rng, 5)
-            expanded = torch.repeat_interleave(
-                requests, torch.tensor(num_drafts + 1)
-            ).int()
-            local = np.concatenate([np.arange(n + 1) for n in num_drafts])
-            draft_logits = _f32(rng.normal(0, 2, (M, steps, V)))
-            logits = _f32(rng.normal(0, 2, (total, V)))
-            drafts = _ints(rng, 0, V, total)
-            for row in range(1, total):
-                request, step = int(expanded[row]), int(local[row]) - 1
-                if step < 0:
-                    continue
-                # Likely drafts, so that some are accepted.
-                draft = int(draft_logits[request, step].argmax())
-                drafts[row] = draft if rng.random() < 0.9 else -1
-                if rng.random() < 0.8:
-                    logits[row - 1, draft] = 12.0
-            sampled, num_sampled = rejection_sample(
-                logits,
-                draft_logits if has_draft else None,
-                drafts,
-                _cu(num_drafts + 1),
-                torch.tensor(rng.integers(0, 5000, total)),
-                requests,
-                expanded,
-                _i32(local),
-                temps,
-                _seeds(rng),
-                steps,
-                synthetic,
-            )
-            for i, count in enumerate(num_sampled.tolist()):
-                sampled[i, count:] = -1  # never written
-            name = f"{synthetic is None} {has_draft}"
-            out[f"sampled {name}"] = sampled
-            out[f"count {name}"] = num_sampled
-    return out
-
-
-@case
-def prepare_draft_prefill_inputs(rng: np.random.Generator) -> Outputs:
-    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import (
-        prepare_prefill_inputs,
-    )
-
-    lengths = rng.integers(1, 6, 4)
-    start = _cu(lengths)
-    total = int(lengths.sum())
-    buffers = SimpleNamespace(
-        query_start_loc=_ints(rng, 0, 9, M + 1), seq_lens=_ints(rng, 0, 9, M)
-    )
-    batch = SimpleNamespace(
-        num_reqs=4,
-        num_tokens=total,
-        query_start_loc_np=start.numpy(),
-        query_start_loc=start,
-        input_ids=_ints(rng, 0, V, total),
-        positions=torch.tensor(rng.integers(0, LEN, total)),
-        idx_mapping=_requests(rng, 4),
-        seq_lens=_ints(rng, LEN - 8, LEN + 1, 4),
-    )
-    ids, positions = _ints(rng, 0, V, total + 9), torch.zeros(total + 9).long()
-    last = torch.tensor(rng.integers(0, 9, M))
-    prepare_prefill_inputs(
-        buffers,
-        batch,
-        torch.tensor(rng.integers(0, V, M)),
-        _i32([rng.integers(0, n) for n in lengths]),
-        ids,
-        positions,
-        last,
-        M,
-        LEN,
-    )
-    return {"ids": ids, "positions": positions, "last": last} | vars(buffers)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 from interpreter import outputs_of
 
 from vllm_specinfer.hooks import cpu_v2
-from vllm_specinfer.kernels.cpu import chain_rejection, step_kernels
+from vllm_specinfer.kernels.cpu import step_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,3 @@ def test_a_kernel_that_vllm_lacks_is_named_with_the_version() -> None:
     with pytest.raises(RuntimeError, match="input_batch._vanished_kernel") as error:
         step_kernels.register({"input_batch.vanished": lambda: None})
     assert vllm.__version__ in str(error.value)
-
-
-@pytest.mark.parametrize(("block", "window"), [(True, 0), (False, 3)])
-def test_a_chain_rejection_that_is_not_there_is_refused(block: bool, window: int):
-    how = {"USE_BLOCK_VERIFICATION": block, "FLY_WINDOW_SIZE": window}
-    with pytest.raises(ValueError, match="rejection_sample_method must not be"):
-        chain_rejection.rejection(*[None] * 27, SYNTHETIC_MODE=False, **how)

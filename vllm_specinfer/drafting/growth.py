@@ -111,7 +111,7 @@ class TreeGrowth:
 
         Args:
             logprobs: [F, K] log-probability of each child given its parent's path;
-                -inf where there is none.
+                -inf or NaN where there is none.
             tokens: [F, K] int64, distinct within a row where there is a child.
             features: [F, K, X] kept for later in `features`, in all calls or none.
 
@@ -123,7 +123,8 @@ class TreeGrowth:
         first = 0 if self._found is None else self._found.tokens.shape[1]
         shape = (num_reqs, width, logprobs.shape[1])
         new_logprobs = np.full(shape, -np.inf, np.float32)
-        new_logprobs[self._mask] = logprobs + self._base[:, None]
+        scores = logprobs + self._base[:, None]
+        new_logprobs[self._mask] = np.where(np.isnan(scores), -np.inf, scores)
         new_logprobs = new_logprobs.reshape(num_reqs, num_new)
         new_tokens = np.zeros((num_reqs, width, tokens.shape[1]), np.int64)
         new_tokens[self._mask] = tokens

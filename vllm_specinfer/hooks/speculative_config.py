@@ -1,4 +1,4 @@
-"""The one wrapper on every platform: vLLM learns the method "specinfer".
+"""vLLM learns the method "specinfer".
 
 Symptom: vLLM validates ``method`` against a closed list.
 Removed when: vLLM lets plugins register a speculative method.
@@ -102,7 +102,7 @@ def _check_engine_args(
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
-    from vllm_specinfer import model_refusals, refusals
+    from vllm_specinfer import refusals
     from vllm_specinfer.config import worker_cls
     from vllm_specinfer.hooks import cuda_arguments
 
@@ -117,12 +117,9 @@ def _check_engine_args(
         refusals.runner_reason(),
         refusals.replaced_class_reason("scheduler_cls", args.scheduler_cls, SCHEDULER),
         refusals.replaced_class_reason("worker_cls", worker, worker_cls()),
-        refusals.feature_reason(args),
-        refusals.parallel_reason(target_parallel_config, target_model_config),
-        refusals.cache_dtype_reason(
-            cache_dtype, target_model_config, current_platform.is_cpu()
+        refusals.engine_reason(
+            args, target_parallel_config, target_model_config, cache_dtype
         ),
-        model_refusals.model_reason(target_model_config, "the target"),
     ):
         refusals.refuse(reason)
 

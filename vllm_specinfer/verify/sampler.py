@@ -299,11 +299,7 @@ class TreeSampler:
         """What `_only_draws` asks of one request; the answer never changes."""
         sampler, states = self.sampler, self.sampler.sampling_states
         slots = np.array([slot])
-        if (
-            sampler.compute_nans
-            or sampler.use_fp64_gumbel
-            or sampler.get_logprobs_dims(slots) is not None
-        ):
+        if sampler.compute_nans or sampler.get_logprobs_dims(slots) is not None:
             return False
         if not states.temperature.np[slot]:
             return not sampler.needs_logits_processing[slot]

@@ -60,13 +60,16 @@ class Growth {
   const candidates::Node& node(int64_t r, int64_t c) const { return found_[r][c]; }
 
   // Adds the children [F, K] of the frontier and chooses the next one, empty at the end.
+  // One whose chance is NaN is none.
   void extend(const float* logprobs, const int64_t* tokens, int64_t k) {
     const int64_t first = num_candidates();
     for (auto& nodes : found_) nodes.resize(first + width_ * k, {0, kRoot, kNone});
     for (const Row& row : frontier_) {
       candidates::Node* child = found_[row.request].data() + first + row.place * k;
-      for (int64_t j = 0; j < k; ++j)
-        *child++ = {*tokens++, row.node, *logprobs++ + row.score};
+      for (int64_t j = 0; j < k; ++j) {
+        const float score = *logprobs++ + row.score;
+        *child++ = {*tokens++, row.node, std::isnan(score) ? kNone : score};
+      }
     }
     ++depth_;
     if (depth_ >= shape_.max_depth)

@@ -12,10 +12,9 @@ import numpy as np
 from vllm_specinfer import noise
 from vllm_specinfer.kernels.cpu import extension
 
-# 53-bit and 32-bit uniforms are at least 2**-54 and 2**-33: -log of it bounds the
-# noise from above; the excess covers rounding.
-MAX_NOISE_FP32 = 22.9
-MAX_NOISE_FP64 = 37.5
+# 32-bit uniforms are at least 2**-33: -log of it bounds the noise from above; the rest
+# covers rounding.
+MAX_NOISE = 22.9
 
 
 def noised_argmax(
@@ -23,7 +22,6 @@ def noised_argmax(
     temperatures: np.ndarray,
     seeds: np.ndarray,
     positions: np.ndarray,
-    use_fp64: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Winners of logits / temperature + noise.
 
@@ -32,40 +30,31 @@ def noised_argmax(
         temperatures: [L] float32; rows at 0 have no noise.
         seeds: [L] int64.
         positions: [L] int64.
-        use_fp64: Draw 53-bit uniforms instead of 32-bit ones.
 
     Returns:
         Tokens [L] and their values [L]; ties go to the lowest id.
     """
     best = logits.argmax(axis=-1)
-    kernels = None if use_fp64 else extension.load()
+    kernels = extension.load()
     if kernels is not None:
         return kernels.gumbel_argmax(
-            logits, best, temperatures, seeds, positions, MAX_NOISE_FP32
+            logits, best, temperatures, seeds, positions, MAX_NOISE
         )
     values = logits[np.arange(len(logits)), best]
-    if use_fp64:
-        values = values.astype(np.float64)
     for i in np.flatnonzero(temperatures).tolist():
         row = logits[i] / temperatures[i]
         seed, position = int(seeds[i]), int(positions[i])
-        best[i], values[i] = _draw(row, int(best[i]), seed, position, use_fp64)
+        best[i], values[i] = _draw(row, int(best[i]), seed, position)
     return best, values
 
 
-def _draw(
-    logits: np.ndarray, best: int, seed: int, pos: int, use_fp64: bool
-) -> tuple[int, float]:
+def _draw(logits: np.ndarray, best: int, seed: int, pos: int) -> tuple[int, float]:
     """The draw of one row [V] whose best logit is that of token `best`."""
     top = logits[best : best + 1]
     if not np.isfinite(top[0]):
         return best, float(top[0])
-    if use_fp64:
-        logits = logits.astype(np.float64)
-        top = logits[best : best + 1]
-    bound = top + noise.gumbel_noise(seed, pos, np.array([best]), use_fp64)
-    limit = MAX_NOISE_FP64 if use_fp64 else MAX_NOISE_FP32
-    tokens = np.flatnonzero(logits > bound - limit)
-    values = logits[tokens] + noise.gumbel_noise(seed, pos, tokens, use_fp64)
+    bound = top + noise.gumbel_noise(seed, pos, np.array([best]))
+    tokens = np.flatnonzero(logits > bound - MAX_NOISE)
+    values = logits[tokens] + noise.gumbel_noise(seed, pos, tokens)
     winner = int(values.argmax())
     return int(tokens[winner]), float(values[winner])

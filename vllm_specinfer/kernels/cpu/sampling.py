@@ -9,12 +9,6 @@ import numpy as np
 import torch
 
 from vllm_specinfer.kernels.cpu.gumbel import noised_argmax
-from vllm_specinfer.noise import DRAFT_NOISE_SALT
-
-
-def rows_fp32(logits: torch.Tensor) -> np.ndarray:
-    """The logits as float32 NumPy rows, without a copy if they are float32."""
-    return logits.float().numpy()
 
 
 def temperature(
@@ -49,13 +43,6 @@ def min_p(
         values.masked_fill_(values < values.amax() + log, float("-inf"))
 
 
-def _steps_have_seeds() -> bool:
-    """Since 0.33 vLLM draws each step of a chain's drafts with a seed of its own."""
-    from vllm.v1.worker.gpu.sample import gumbel
-
-    return hasattr(gumbel, "spec_step_seed")
-
-
 def gumbel_sample(
     local_argmax: torch.Tensor,  # [L, blocks]
     local_argmax_stride: int,
@@ -83,24 +70,22 @@ def gumbel_sample(
     """Sample each row; the host then reduces over blocks.
 
     The whole row is one block here: the first column holds the winner.
-    """
-    requests = expanded_idx_mapping.numpy()
-    columns = np.zeros(len(requests), np.int64)
-    if logits_cache is not None:
-        columns[:] = logits_cache_col.numpy()
-        for row in np.flatnonzero(requests >= 0).tolist():
-            cached = logits_cache[int(requests[row]), int(columns[row])]
-            cached[:vocab_size] = logits_cache_source[row]
 
+    Raises:
+        ValueError: Drafts are to be drawn, logits to be kept, or noise is float64: no
+            engine with specinfer does that here.
+    """
+    if logits_cache is not None or IS_DRAFTING or USE_FP64:
+        raise ValueError(
+            "logits_cache, IS_DRAFTING and USE_FP64 must not be set on a CPU; got "
+            f"{logits_cache is not None}, {IS_DRAFTING} and {USE_FP64}"
+        )
+    requests = expanded_idx_mapping.numpy()
     temps = np.where(requests >= 0, temp.numpy()[requests], np.float32(0.0))
     if not APPLY_TEMPERATURE:
         temps = (temps != 0).astype(np.float32)
-    row_seeds = seeds.numpy()[requests]
-    if _steps_have_seeds():
-        row_seeds = row_seeds ^ (columns << 32)
-    positions = pos.numpy() + (DRAFT_NOISE_SALT if IS_DRAFTING else 0)
     winners, values = noised_argmax(
-        rows_fp32(logits), temps, row_seeds, positions, USE_FP64
+        logits.float().numpy(), temps, seeds.numpy()[requests], pos.numpy()
     )
     local_argmax.numpy()[:, 0] = winners
     local_max.fill_(-torch.inf)

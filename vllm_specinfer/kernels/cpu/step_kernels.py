@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm_specinfer.kernels.cpu import (
     block_tables,
-    chain_rejection,
     inputs,
     logits_processors,
     logprobs,
@@ -57,28 +56,6 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
         thinking_budget.update_committed_marker_cache
     ),
     "sample.thinking_budget.thinking_budget": thinking_budget.thinking_budget,
-    # vLLM's own draft_model chain, to compare with.
-    "spec_decode.standalone_ar.speculator.prepare_prefill_inputs": (
-        chain_rejection.prepare_draft_prefill_inputs
-    ),
-    "spec_decode.rejection_sampler.flatten_sampled": chain_rejection.flatten_sampled,
-    "spec_decode.rejection_sampler.gather_draft_sampled": (
-        chain_rejection.gather_draft_sampled
-    ),
-    "spec_decode.rejection_sampler_utils.compute_local_logits_stats": (
-        chain_rejection.compute_local_logits_stats
-    ),
-    "spec_decode.rejection_sampler_utils.rejection": chain_rejection.rejection,
-    "spec_decode.rejection_sampler_utils.resample": chain_rejection.resample,
-    "spec_decode.rejection_sampler_utils.insert_resampled": (
-        chain_rejection.insert_resampled
-    ),
-}
-
-# Kernels without a replacement, and the option that launches them.
-UNAVAILABLE = {
-    "sample.output.compact_sampling_mask": "return_sampling_mask",
-    "sample.trace_replay.trace_replay": "trace replay",
 }
 
 _registered: set[str] = set()
@@ -88,18 +65,6 @@ def kernel_name(short_name: str) -> str:
     """The qualified vLLM name of a key of ``REPLACEMENTS``."""
     module, _, name = short_name.rpartition(".")
     return f"{_PACKAGE}{module}._{name}_kernel"
-
-
-def unavailable(option: str) -> Callable[..., None]:
-    """A kernel that names the option which cannot run."""
-
-    def kernel(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"{option} must not be used on CPU; got it")
-
-    return kernel
-
-
-REPLACEMENTS |= {kernel: unavailable(option) for kernel, option in UNAVAILABLE.items()}
 
 
 def register(

@@ -71,7 +71,8 @@ def _extend_kernel(
     score = score * tl.load(correction_ptr) - tl.load(correction_ptr + 1)
     score += tl.load(above_ptr + row, mask=inside & is_node, other=0.0)
     to = r * width + start + child
-    tl.store(scores_ptr + to, tl.where(is_node, score, float("-inf")), mask=inside)
+    is_child = is_node & (score == score)  # NaN would be ranked with the best one
+    tl.store(scores_ptr + to, tl.where(is_child, score, float("-inf")), mask=inside)
     token = tl.load(children_ptr + at, mask=inside, other=0)
     tl.store(tokens_ptr + to, token, mask=inside)
     column = tl.load(columns_ptr + row, mask=inside, other=0)
