@@ -138,6 +138,12 @@ class TreeModelState(DefaultModelState):
         return plan if batch is input_batch else None
 
     @property
+    def sampler(self) -> TreeSampler:
+        """Verifies the trees."""
+        assert self._verifier is not None
+        return self._verifier
+
+    @property
     def num_logits(self) -> np.ndarray:
         """[R] rows of logits per request of the step that has been planned."""
         return np.diff(self._planned[0].cu_num_logits_np)

@@ -157,15 +157,17 @@ class TreeWorker(Worker):
         Now there are graphs, whose trees other kernels verify. Seeds are as before: the
         made-up requests drew some (vllm/v1/worker/gpu_worker.py).
         """
-        if self.model_runner.speculator.drafts_ahead:
-            if self.vllm_config.kernel_config.enable_jit_warmup:
-                warmup_kernels(
-                    self.model_runner, self.execute_model, self.sample_tokens
-                )
-            parallel = self.vllm_config.parallel_config
-            set_random_seed(
-                self.vllm_config.model_config.seed, parallel.data_parallel_index
-            )
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            runner, config = self.model_runner, self.vllm_config.model_config
+            if runner.speculator.drafts_ahead:
+                warmup_kernels(runner, self.execute_model, self.sample_tokens)
+                parallel = self.vllm_config.parallel_config
+                set_random_seed(config.seed, parallel.data_parallel_index)
+            with torch.inference_mode():
+                size, dtype = config.get_hidden_size(), config.dtype
+                hidden = torch.zeros(2, size, dtype=dtype, device=self.device)
+                logits = runner.model.compute_logits(hidden)
+                runner.model_state.sampler.warm_up(logits)
         super()._maybe_activate_jit_monitor()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

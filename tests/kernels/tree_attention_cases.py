@@ -14,6 +14,7 @@ import interpreter
 import numpy as np
 import torch
 
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
 
@@ -142,6 +143,12 @@ def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield step(wide, **one_head, head_size=96, words=3), {"num_programs": 16}
     for options in ({}, {"num_programs": 7}):
         yield step(wide, **one_head), {"window": 64, "chains": True, **options}
+    # As a level of trees that grow, of which one has most nodes.
+    level = [Request(40, 1), Request(90, 20), *(Request(0, 2) for _ in range(5))]
+    for num_programs in (1, 90):
+        arguments = step(level, num_kv_heads=1, group=8)
+        blocks = RowBlocks.uniform(len(level) + 1, -(-20 // 4), torch.device("cpu"))
+        yield arguments, {"row_blocks": blocks, "num_programs": num_programs}
     yield from map(random_step, RANDOM_SEEDS)
 
 
@@ -234,7 +241,8 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
             **options,
             max_query_len=int(arguments["query_start_loc"].diff().max()),
         )
-    for_ref = {k: v for k, v in options.items() if k != "num_programs"}
+    ours = "num_programs", "row_blocks"
+    for_ref = {k: v for k, v in options.items() if k not in ours}
     kernels.tree_attention_ref(**arguments, out=expected, **for_ref)
     return found, expected
 

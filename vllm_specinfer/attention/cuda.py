@@ -200,16 +200,19 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         self._holds_trees = True
 
     def _in_verification(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
-        self._lay_out(stock)
-        return self._with_trees(stock, self._trees, self._row_blocks, self._tree_rows)
+        blocks = self._lay_out(stock)
+        return self._with_trees(stock, self._trees, blocks, self._tree_rows)
 
-    def _lay_out(self, stock: TritonAttentionMetadata) -> None:
+    def _lay_out(self, stock: TritonAttentionMetadata) -> RowBlocks:
         """Which rows the programs of a step attend."""
         starts, attended = stock.query_start_loc, None
+        num_reqs = len(starts) - 1
         if stock.max_query_len > _most_rows(self._trees):
-            attended = self._trees.is_tree[: len(starts) - 1]
+            attended = self._trees.is_tree[:num_reqs]
         rows = self._rows_per_block(self._tree_rows)
         self._row_blocks.fill(starts, rows, attended)
+        most = max_row_blocks(stock.num_actual_tokens, num_reqs, rows)
+        return self._row_blocks.first(most)
 
     def _with_trees(
         self,

@@ -234,16 +234,38 @@ class TreeSampler:
             return self._argmax(logits, rows)
         places, mapping = stage(logits.device, np.array(rows), slots)
         whole = rows == list(range(len(logits)))
-        tokens = gumbel_sample(
+        tokens = self._draw(
             logits if whole else logits[places],
+            mapping,
+            self._row_positions(batch, plan)[batch.logits_indices[places]],
+        )
+        return tokens[:, None]
+
+    def _draw(
+        self, logits: torch.Tensor, mapping: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[G] tokens of rows [G, V] at the temperatures of their slots [G]."""
+        states = self.sampler.sampling_states
+        return gumbel_sample(
+            logits,
             mapping,
             states.temperature.gpu,
             states.seeds.gpu,
-            self._row_positions(batch, plan)[batch.logits_indices[places]],
+            positions,
             apply_temperature=True,
             is_drafting=False,
         )
-        return tokens[:, None]
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compile `_draw`: requests of vLLM's warm-up ask for more than a draw.
+
+        Args:
+            logits: [G, V] as the target gives them.
+        """
+        zeros = np.zeros(len(logits), np.int64)
+        mapping, positions = stage(logits.device, zeros, zeros)
+        for rows in (logits, logits.contiguous()):  # some of them lie apart
+            self._draw(rows, mapping, positions)
 
     def _row_positions(self, batch: InputBatch, plan: StepPlan | None) -> torch.Tensor:
         """Positions of a step's rows, which are also the places of their noise.

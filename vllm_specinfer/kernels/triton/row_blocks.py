@@ -12,6 +12,8 @@ import torch
 class RowBlocks:
     """Which rows each program of a KV head attends, P blocks at most.
 
+    Blocks without rows do no harm.
+
     Attributes:
         requests: [P] int32 request of each block.
         places: [P] int32 which one of the request's blocks it is.
@@ -37,6 +39,10 @@ class RowBlocks:
         requests = blocks // per_request
         count = torch.full_like(blocks[:1], len(blocks))
         return cls(requests, blocks - requests * per_request, count)
+
+    def first(self, most: int) -> "RowBlocks":
+        """The same, where there are no more than so many."""
+        return RowBlocks(self.requests[:most], self.places[:most], self.count)
 
     def fill(
         self,

@@ -448,8 +448,8 @@ def tree_attention(
         v_scale: The same for V; given with `k_scale` or not at all.
         chains: Attend the rows of other requests, too, as causal rows at their last
             positions; these may have at most 64 * W rows, as trees.
-        row_blocks: Of `rows_per_block` rows each; by default those of the step that
-            are to be attended.
+        row_blocks: Of `rows_per_block` rows each, with room for no more than there may
+            be; by default those of the step that are to be attended.
         num_programs: Of a KV head, so many fill the device: fewer blocks of rows share
             them; by default `choose_num_programs`.
 
@@ -473,10 +473,11 @@ def tree_attention(
         max_rows * group, group, head_padded, query.element_size()
     )
     rows = block_m // group
-    most_blocks = max_row_blocks(len(query), num_reqs, rows)
     if row_blocks is None:
+        most_blocks = max_row_blocks(len(query), num_reqs, rows)
         row_blocks = RowBlocks.room(most_blocks, query.device)
         row_blocks.fill(query_start_loc, rows, None if chains else tree.is_tree)
+    most_blocks = len(row_blocks.requests)
     if num_programs is None:
         num_programs = choose_num_programs(num_kv_heads, query.device)
     partial = moments = None
