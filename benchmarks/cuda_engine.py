@@ -20,7 +20,8 @@ Times, `--parts goals`, with graphs and asynchronous scheduling:
 - kernels: one layer's attention beside others (`cuda_kernels.py`, P8).
 - steps_8b: milliseconds of a decoding step by nodes per tree and by batch, of a target
   of --shape with random weights, Llama 3 8B's (P9).
-- busy: in which part of the time of such steps the device works (P10).
+- busy: in which part of the time of such steps the device works, with the most nodes
+  and with none (P10).
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - steps: as steps_8b, of --target; only where it is named.
 
@@ -31,6 +32,7 @@ and the others run. Every part of the goals leaves a CSV, a table and a picture.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,7 +44,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,6 @@ from vllm_specinfer import assets
 from vllm_specinfer.evidence.bench import BenchSettings, bench
 from vllm_specinfer.evidence.engines import (
     ROOM_FOR_DRAFTS,
-    forget,
     runner_of,
     start_engine,
 )
@@ -74,8 +76,10 @@ LLAMA_3_8B = {
 PROFILED_STEPS = 20
 # Steps of a batch that do not count: prompts, and what is compiled when first used.
 FIRST_STEPS = 4
+# Steps that the profiler sees without counting them: it starts up.
+UNCOUNTED_STEPS = 5
 # Seconds that a part whose deadline has come may need to end.
-ENDING = 15
+ENDING = 45
 
 
 def main() -> None:
@@ -102,15 +106,17 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # of each engine
     # vLLM's attention multiplies float32 as TF32 else.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    args.target = args.target or str(assets.smollm2())
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "machine.json", _machine())
     end = time.monotonic() + 60 * args.minutes
     parts = [part for name in args.parts for part in GROUPS.get(name, [name])]
+    if set(parts) - NEED_NO_TARGET:
+        args.target = args.target or str(assets.smollm2())
     failed = []
     while parts:
         shares = [SHARES.get(part, 1) for part in parts]
-        args.seconds = (end - time.monotonic()) * shares[0] / sum(shares)
+        now = time.monotonic()
+        args.end = now + (end - now) * shares[0] / sum(shares)
         name = parts.pop(0)
         if not _runs(name, args):
             failed.append(name)
@@ -188,6 +194,7 @@ def waits(args: argparse.Namespace) -> str:
     from vllm_specinfer.model_state import TreeModelState
     from vllm_specinfer.speculator import TreeSpeculator
     from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
+    from vllm_specinfer.worker import TreeOutput
 
     prompts = assets.prompt_ids(args.data, 4, args.target)
     longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
@@ -208,14 +215,26 @@ def waits(args: argparse.Namespace) -> str:
     ]
     for llm in engines.values():
         _texts(llm, prompts, params)  # compiles what is compiled on first use
-    calls, counts = 0, Counter()
+    calls, counts, sends = 0, Counter(), False
+    send = TreeOutput.get_output
+
+    def get_output(output: TreeOutput) -> Any:
+        nonlocal sends
+        sends = True
+        try:
+            return send(output)
+        finally:
+            sends = False
+
+    TreeOutput.get_output = get_output
 
     def counted(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)
 
         def call(*given: Any, **more: Any) -> Any:
-            # Who sends a step's output may wait.
-            counts[what] += threading.current_thread() is threading.main_thread()
+            # Who sends a step's output may wait, in a thread of its own or not.
+            main = threading.current_thread() is threading.main_thread()
+            counts[what] += main and not sends
             return original(*given, **more)
 
         setattr(owner, name, call)
@@ -268,7 +287,7 @@ def kernel_checks(args: argparse.Namespace) -> str:
 
 def kernels(args: argparse.Namespace) -> str:
     """The times of `cuda_kernels.py` that fit into this part's time."""
-    deadline = str(args.seconds - ENDING)
+    deadline = str(args.end - time.monotonic() - ENDING)
     _cuda_kernels("--time-only", "--out", str(args.out), "--deadline", deadline)
     return f"attention.csv, .md and .png in {args.out}\n"
 
@@ -286,11 +305,16 @@ def _cuda_kernels(*arguments: str) -> int:
 def steps(args: argparse.Namespace) -> str:
     """Seconds of a step by nodes per tree, all nodes in every step."""
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
-    return _steps(args, "steps", args.target, _first_ssm(args.ssm), prompts)
+    return _steps(args, "steps", args.target, _first_ssm(args.ssm), prompts, {})
 
 
 def steps_8b(args: argparse.Namespace) -> str:
     """`steps` of a large target, its weights and the SSM's random (P9)."""
+    return _steps(args, "steps_8b", *_large(args))
+
+
+def _large(args: argparse.Namespace) -> tuple[str, str, list[list[int]], dict]:
+    """Target, SSM, prompts, and what an engine must know of them."""
     target, ssm = args.out / "target", args.out / "ssm"
     small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
     _write_config(target, args.shape)
@@ -304,7 +328,7 @@ def steps_8b(args: argparse.Namespace) -> str:
     ]
     engine = {"load_format": "dummy", "skip_tokenizer_init": True}
     engine["gpu_memory_utilization"] = 0.6
-    return _steps(args, "steps_8b", str(target), str(ssm), prompts, **engine)
+    return str(target), str(ssm), prompts, engine
 
 
 def _write_config(folder: Path, shape: dict[str, Any]) -> None:
@@ -320,41 +344,18 @@ def _steps(
     target: str,
     ssm: str,
     prompts: list[list[int]],
-    **engine: Any,
+    engine: dict[str, Any],
 ) -> str:
-    from vllm import SamplingParams
-
-    most = max(args.nodes)
-    tree = {"max_depth": min(4, most), "max_width": min(16, most), "min_probability": 0}
-    spec = {
-        "method": "specinfer",
-        "model": ssm,
-        "scheduler": "static",
-        "num_speculative_tokens": most,
-        "tree": tree,
-    }
-    longest = max(map(len, prompts)) + args.max_tokens + ROOM_FOR_DRAFTS
-    # Capturing more of a large target would take minutes.
-    sizes = sorted({b * (1 + n) for b in args.batches for n in (0, *args.nodes)})
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-    engine = {"dtype": args.dtype, **graphs, **engine}
-    llm = start_engine(target, longest, max(args.batches), spec, engine)
-    speculator = runner_of(llm).speculator
-    propose, timings = speculator.propose, []
+    llm = _static_engine(args, target, ssm, prompts, args.max_tokens, engine)
+    speculator, timings = runner_of(llm).speculator, []
     speculator.budget.observe_step = lambda _, seconds, __: timings.append(seconds)
-    params = SamplingParams(
-        temperature=0, max_tokens=args.max_tokens, ignore_eos=True, detokenize=False
-    )
+    params = _plain_text(args.max_tokens)
     rows = []
     for batch in args.batches:
         for num_nodes in (0, *args.nodes):
-
-            def limited(*a: Any, n: int = num_nodes, **k: Any) -> Any:
-                return propose(*a, **{**k, "num_speculative_tokens": n})
-
-            speculator.propose = limited
-            timings.clear()
-            seconds, whole = _step_seconds(llm, prompts[:batch], params, timings)
+            with _nodes(speculator, num_nodes):
+                timings.clear()
+                seconds, whole = _step_seconds(llm, prompts[:batch], params, timings)
             verification = statistics.median(whole[FIRST_STEPS:] or whole)
             if not num_nodes:
                 plain = verification
@@ -367,7 +368,58 @@ def _steps(
                     "over one token": verification / plain,
                 }
             )
-    return report(args.out, out, rows, x="nodes", y="milliseconds", line="batch")
+            # Each time: the part may be ended.
+            shown = report(
+                args.out, out, rows, x="nodes", y="milliseconds", line="batch"
+            )
+    return shown
+
+
+def _static_engine(
+    args: argparse.Namespace,
+    target: str,
+    ssm: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    engine: dict[str, Any],
+) -> Any:
+    """All nodes in every step, and graphs for the batches and nodes to be measured."""
+    most = max(args.nodes)
+    tree = {"max_depth": min(4, most), "max_width": min(16, most), "min_probability": 0}
+    spec = {
+        "method": "specinfer",
+        "model": ssm,
+        "scheduler": "static",
+        "num_speculative_tokens": most,
+        "tree": tree,
+    }
+    longest = max(map(len, prompts)) + max_tokens + ROOM_FOR_DRAFTS
+    # Capturing more of a large target would take minutes.
+    sizes = sorted({b * (1 + n) for b in args.batches for n in (0, *args.nodes)})
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+    engine = {"dtype": args.dtype, **graphs, **engine}
+    return start_engine(target, longest, max(args.batches), spec, engine)
+
+
+def _plain_text(max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+
+
+@contextmanager
+def _nodes(speculator: Any, num_nodes: int) -> Iterator[None]:
+    """Trees of so many nodes."""
+    propose = speculator.propose
+
+    def limited(*given: Any, **more: Any) -> Any:
+        return propose(*given, **{**more, "num_speculative_tokens": num_nodes})
+
+    speculator.propose = limited
+    yield
+    speculator.propose = propose
 
 
 def busy(args: argparse.Namespace) -> str:
@@ -378,43 +430,42 @@ def busy(args: argparse.Namespace) -> str:
             before the profiler had.
     """
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-    from vllm import SamplingParams
+    from torch.profiler import ProfilerActivity, profile, schedule
 
-    prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
-    # No lookup: what is known from another batch would end much sooner.
-    ssm = _first_ssm(args.ssm)
-    spec = {"method": "specinfer", "model": ssm, "scheduler": "static"}
-    most_nodes = parse_options(spec).num_speculative_tokens
-    num_tokens = (FIRST_STEPS + PROFILED_STEPS) * (1 + most_nodes)
-    longest = max(map(len, prompts)) + num_tokens + ROOM_FOR_DRAFTS
-    engine = {"dtype": args.dtype}
-    llm = start_engine(args.target, longest, max(args.batches), spec, engine)
-    params = SamplingParams(
-        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-    )
-    rows, engine = [], llm.llm_engine
-    for batch in args.batches:
-        for i, ids in enumerate(prompts[:batch]):
-            engine.add_request(str(i), {"prompt_token_ids": ids}, params)
-        for _ in range(FIRST_STEPS):
-            engine.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for _ in range(PROFILED_STEPS):
+    target, ssm, prompts, engine = _large(args)
+    most_nodes, num_steps = max(args.nodes), UNCOUNTED_STEPS + PROFILED_STEPS
+    num_tokens = (FIRST_STEPS + num_steps) * (1 + most_nodes)
+    llm = _static_engine(args, target, ssm, prompts, num_tokens, engine)
+    speculator, engine = runner_of(llm).speculator, llm.llm_engine
+    params, rows = _plain_text(num_tokens), []
+    for batch, num_nodes in itertools.product(args.batches, (most_nodes, 0)):
+        with _nodes(speculator, num_nodes):
+            for i, ids in enumerate(prompts[:batch]):
+                engine.add_request(str(i), {"prompt_token_ids": ids}, params)
+            for _ in range(FIRST_STEPS):
                 engine.step()
-        if (left := engine.get_num_unfinished_requests()) != batch:
-            raise ValueError(f"all {batch} texts must be under way; got {left}")
-        while engine.has_unfinished_requests():
-            engine.step()
-        forget(llm)
+            with profile(
+                activities=[ProfilerActivity.CUDA],
+                schedule=schedule(
+                    wait=0, warmup=UNCOUNTED_STEPS, active=PROFILED_STEPS, repeat=1
+                ),
+            ) as profiled:
+                for _ in range(num_steps):
+                    engine.step()
+                    profiled.step()
+            if (left := engine.get_num_unfinished_requests()) != batch:
+                raise ValueError(f"all {batch} texts must be under way; got {left}")
+            engine.abort_request([str(i) for i in range(batch)])
+            while engine.has_unfinished_requests():
+                engine.step()
         spans = [
             (event.time_range.start, event.time_range.end)
             for event in profiled.events()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         ]
-        share = busy_share(spans)
-        rows.append({"scheduler": spec["scheduler"], "batch": batch, "busy": share})
-    return report(args.out, "busy", rows, x="batch", y="busy", line="scheduler")
+        rows.append({"batch": batch, "nodes": num_nodes, "busy": busy_share(spans)})
+        shown = report(args.out, "busy", rows, x="batch", y="busy", line="nodes")
+    return shown
 
 
 def busy_share(spans: list[tuple[float, float]]) -> float:
@@ -486,8 +537,9 @@ GROUPS = {
     "checks": [part.__name__ for part in CHECKS],
     "goals": [part.__name__ for part in GOALS],
 }
+NEED_NO_TARGET = {"kernel_checks", "kernels", "steps_8b", "busy"}
 # Of the time; speed starts three engines.
-SHARES = {"speed": 3, "kernels": 2, "steps_8b": 2}
+SHARES = {"speed": 3, "kernels": 2, "steps_8b": 2, "busy": 2}
 
 
 def _runs(name: str, args: argparse.Namespace) -> bool:
@@ -499,7 +551,7 @@ def _runs(name: str, args: argparse.Namespace) -> bool:
     file = args.out / f"{name}.txt"
     file.write_text("the process ended before the part began\n")
     process.start()
-    process.join(args.seconds)
+    process.join(args.end - started)
     if process.exitcode is None:
         process.kill()
         process.join()
@@ -513,11 +565,15 @@ def _runs(name: str, args: argparse.Namespace) -> bool:
 def _run(name: str, args: argparse.Namespace) -> None:
     file = args.out / f"{name}.txt"
     file.write_text("the process ended before the part did\n")
+    failed = False
     try:
         file.write_text(PARTS[name](args))
     except BaseException:
+        failed = True
         file.write_text(traceback.format_exc())
-        raise SystemExit(1) from None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failed)  # engines may take long to end, and nobody needs them
 
 
 def _machine() -> dict[str, Any]:
@@ -579,10 +635,7 @@ def _step_seconds(
 
 def _first_ssm(path: str) -> str:
     """The model of a path, or the first one of a pool's."""
-    manifest = Path(path) / "manifest.json"
-    if not manifest.is_file():
-        return path
-    return str(Path(path) / json.loads(manifest.read_text())["ssms"][0]["model"])
+    return parse_options({"model": path}).ssms[0].model
 
 
 def _on_cpu() -> bool:

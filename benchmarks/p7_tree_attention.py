@@ -13,6 +13,7 @@ import argparse
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from vllm_specinfer.evidence.kernels import (
@@ -26,6 +27,7 @@ from vllm_specinfer.evidence.kernels import (
 )
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 from vllm_specinfer.tree.rows import TreeRows
+from vllm_specinfer.tree.token_tree import ancestor_bits
 
 GOAL = 1.15
 
@@ -48,18 +50,17 @@ def columns(
     seq_lens = torch.full((batch,), seq_len).int()
     scale = HEAD_SIZE**-0.5
 
-    # Row i's parent is i // 2 - 1, a binary tree below each root.
-    bits = [1]
-    for i in range(1, rows):
-        bits.append(bits[(i - 1) // 2] | 1 << i)
+    # A binary tree below each root.
+    parents = np.arange(rows - 1, dtype=np.int32) // 2 - 1
+    bits = torch.from_numpy(ancestor_bits(parents[None])[0])
     tree = TreeRows(
         is_tree=torch.ones(batch, dtype=torch.bool),
         context_lens=torch.full((batch,), context).int(),
-        ancestor_bits=torch.tensor(bits).repeat(batch).unsqueeze(1),
+        ancestor_bits=bits.repeat(batch, 1),
         all_tree=True,
     )
     mask = torch.ones(rows, seq_len, dtype=torch.bool)
-    mask[:, context:] = (torch.tensor(bits)[:, None] >> torch.arange(rows)) & 1 == 1
+    mask[:, context:] = (bits >> torch.arange(rows)) & 1 == 1
     shape = (num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
     key_pages, value_pages = pages.key.view(shape), pages.value.view(shape)
 

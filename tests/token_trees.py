@@ -45,6 +45,22 @@ def paths_in(tree: TokenTree) -> list[tuple[int, ...]]:
     return [tuple(path_to(tree, node)) for node in range(len(tree))]
 
 
+def check(tree: TokenTree) -> None:
+    """Raises ValueError unless the arrays describe a tree in flat order."""
+    if len(tree.tokens) != len(tree.parents):
+        raise ValueError(
+            "tokens and parents must have one entry per node; "
+            f"got {len(tree.tokens)} and {len(tree.parents)}"
+        )
+    if not ((tree.parents >= ROOT) & (tree.parents < np.arange(len(tree)))).all():
+        raise ValueError(
+            f"every parent must precede its child; got {tree.parents.tolist()}"
+        )
+    siblings = set(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    if len(siblings) != len(tree):
+        raise ValueError("siblings must hold distinct tokens")
+
+
 def first_nodes(tree: TokenTree, num_nodes: int) -> TokenTree:
     """The tree of these."""
     return TokenTree(tree.tokens[:num_nodes], tree.parents[:num_nodes])

@@ -9,7 +9,7 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 
+if TYPE_CHECKING:
+    from vllm_specinfer.speculator import TreeSpeculator
+
 
 class Walked(NamedTuple):
     """What a request has accepted.
@@ -47,35 +50,6 @@ class Walked(NamedTuple):
     slot: int
     nodes: list[int]
     num_rows: int
-
-
-class TreeDrafter(Protocol):
-    """Who drafts the trees."""
-
-    def start_request(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot."""
-
-    def end_request(self, req_id: str) -> None:
-        """A request has ended."""
-
-    def bind_sampler(self, sampler: Sampler) -> None:
-        """vLLM's sampler is there."""
-
-    def plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
-        """Of a batch to be verified; None where its trees are the host's, or none."""
-
-    def on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:
-        """A step has been verified.
-
-        Args:
-            walks: Waits for what was accepted.
-
-        Returns:
-            Counts that; on another thread, perhaps.
-        """
-
-    def on_time(self, phase: str, seconds: float) -> None:
-        """A phase of verification has taken so long."""
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
@@ -104,7 +78,7 @@ class TreeModelState(DefaultModelState):
         device: torch.device,
         *,
         trees: TreeTable,
-        drafter: TreeDrafter,
+        drafter: "TreeSpeculator",
         verification: str,
         draft_layer_names: set[str],
     ) -> None:

@@ -231,7 +231,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self._ahead.leave(slot)
 
     def plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
-        """As `AheadSteps.plan`."""
+        """`AheadSteps.plan`: None where a batch's trees are the host's, or none."""
         return self._ahead and self._ahead.plan(input_batch)
 
     def on_verified(self, walks: Callable[[], list[Walked]]) -> Callable[[], None]:

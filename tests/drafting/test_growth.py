@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.token_trees import depths_of, path_to
+from tests.token_trees import check, depths_of, path_to
 from vllm_specinfer.drafting.growth import EVERYTHING, TreeGrowth
 from vllm_specinfer.kernels.cpu.trees import CompiledGrowth, compiled_steps
 from vllm_specinfer.options import BestFirstTree, ExpansionTree
@@ -137,7 +137,7 @@ def all_candidates(max_depth, width, seed):
 def test_best_first_keeps_the_likeliest_nodes_of_the_full_search(num_nodes, seed):
     width, depth = 12, 4  # as wide as N: the width limit never binds
     (tree,), _ = grow(BestFirstTree(depth, width, 0), num_nodes, (seed,))
-    tree.check_integrity()
+    check(tree)
     paths = all_candidates(depth, min(VOCAB, width), seed)
     best = sorted(paths, key=lambda p: -logprob_of(p, seed))[:num_nodes]
     assert [path_to(tree, i) for i in range(num_nodes)] == best
@@ -145,7 +145,7 @@ def test_best_first_keeps_the_likeliest_nodes_of_the_full_search(num_nodes, seed
 
 def test_expansion_has_the_papers_level_sizes():
     (tree,), levels = grow(ExpansionTree((1, 1, 3, 1, 1, 1, 1, 1)), 20)
-    tree.check_integrity()
+    check(tree)
     assert np.bincount(depths_of(tree)).tolist() == [0, 1, 1, 3, 3, 3, 3, 3, 3]
     assert [len(level) for level in levels] == [1, 1, 3, 3, 3, 3, 3]
 
@@ -205,7 +205,7 @@ def test_only_nodes_worth_it_are_expanded():
     assert expanded and min(chances) >= 0.15
     # What is not expanded stays in its tree.
     for q, tree in enumerate(trees):
-        tree.check_integrity()
+        check(tree)
         real = np.flatnonzero(tree.tokens != NO_TOKEN)
         paths = {tuple(path_to(tree, i)) for i in real}
         assert paths > {path for r, path in expanded if r == q}

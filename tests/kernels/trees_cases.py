@@ -39,7 +39,7 @@ def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     least = float(rng.choice([-np.inf, -1.0]))
     on = torch.device(device)
     arrays = candidates(rng, num_reqs, width)
-    found = DeviceCandidates(*(torch.from_numpy(a).to(on) for a in arrays), ends=())
+    found = DeviceCandidates(*(torch.from_numpy(a).to(on) for a in arrays))
     slots = torch.from_numpy(rng.permutation(SLOTS)[:num_reqs])
     ours, theirs = (TreeBuffers(SLOTS, num_nodes, num_nodes, on) for _ in range(2))
     tree = best_trees(found, num_nodes, least, slots.to(on), ours)

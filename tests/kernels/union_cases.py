@@ -23,10 +23,10 @@ def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     num_reqs, most = int(rng.integers(1, 4)), int(rng.choice([3, 7, 45]))
     pairs = [grown(rng, num_reqs, most) for _ in range(rng.integers(1, 4))]
     sources = [
-        DeviceCandidates(*(torch.from_numpy(a).to(device) for a in arrays), ends)
-        for arrays, ends in pairs
+        DeviceCandidates(*(torch.from_numpy(a).to(device) for a in arrays))
+        for arrays, _ in pairs
     ]
-    ends = [source.ends for source in sources]
+    ends = [of_source for _, of_source in pairs]
     found, columns = Union(ends, torch.device(device)).of(sources)
     expected, expected_columns = united([Candidates(*arrays) for arrays, _ in pairs])
     # Tokens and parents of what is no candidate may be any.

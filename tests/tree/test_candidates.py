@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.token_trees import depths_of, paths_in
+from tests.token_trees import check, depths_of, paths_in
 from vllm_specinfer.kernels.cpu import trees as compiled
 from vllm_specinfer.tree import candidates
 from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
@@ -98,7 +98,7 @@ def test_the_best_nodes_form_trees_in_flat_order(trees, num_nodes):
     union, _ = merge([a_source(of_source)[0] for of_source in trees])
     finished = best(union, num_nodes, np.log(0.1))
     for r, tree in enumerate(finished.each()):
-        tree.check_integrity()
+        check(tree)
         paths = paths_of(union, r)
         scores = {p: union.scores[r, c] for c, p in paths.items() if c != ROOT}
         kept = paths_in(tree)

@@ -13,17 +13,16 @@ from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, node_depths
 
 
 def a_source(rng, num_reqs):
-    """Its candidates and `ends`."""
+    """Its candidates and its columns once the candidates of a depth are known."""
     (tokens, parents, scores), ends = grown(rng, num_reqs)
     return Candidates(tokens, parents.astype(np.int32), scores), ends
 
 
-def on(candidates, ends):
+def on(candidates):
     return DeviceCandidates(
         torch.from_numpy(candidates.tokens),
         torch.from_numpy(candidates.parents).long(),
         torch.from_numpy(candidates.scores),
-        ends,
     )
 
 
@@ -32,7 +31,7 @@ def test_the_best_candidates_are_those_of_the_definition(seed):
     rng = np.random.default_rng(seed)
     candidates, ends = a_source(rng, int(rng.integers(1, 4)))
     num_nodes = int(rng.integers(1, 20))
-    found = on_device.cut(on(candidates, ends), num_nodes)
+    found = on_device.cut(on(candidates), num_nodes)
     assert (found.scores.numpy() == candidates.cut(num_nodes).scores).all()
 
 
@@ -47,7 +46,7 @@ def test_nodes_have_the_scores_that_sources_gave_them(seed):
     trees = union.best(num_nodes, least)
     arrays = trees.tokens, trees.parents, trees.scores, trees.places[:, :-1]
     tree = DeviceTree(*map(torch.from_numpy, arrays))
-    devices = [on(*pair) for pair in pairs]
+    devices = [on(source) for source, _ in pairs]
     scores = on_device.given(tree, torch.from_numpy(columns), devices).numpy()
     union, columns = merge(sources)
     expected = union.best(num_nodes, least)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.token_trees import (
     bits_of,
+    check,
     depths_of,
     first_nodes,
     path_to,
@@ -65,7 +66,7 @@ def test_depth_counts_the_tokens_of_the_path(tree):
 @given(trees(), st.integers(0, 200))
 def test_every_prefix_of_the_node_list_is_a_tree_with_the_same_paths(tree, cut):
     head = first_nodes(tree, cut)
-    head.check_integrity()
+    check(head)
     assert len(head) == min(cut, len(tree))
     for node in range(len(head)):
         assert path_to(head, node) == path_to(tree, node)
@@ -77,7 +78,7 @@ def test_every_prefix_of_the_node_list_is_a_tree_with_the_same_paths(tree, cut):
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=12))
 def test_trie_union_holds_every_prefix_of_every_path_once(paths):
     tree = tree_of(paths)
-    tree.check_integrity()
+    check(tree)
     expected = {tuple(p[: i + 1]) for p in paths for i in range(len(p))}
     got = paths_in(tree)
     assert len(got) == len(set(got))
@@ -112,7 +113,7 @@ def test_chain_bits_are_the_causal_triangle(rows):
 )
 def test_integrity_check_refuses_what_is_not_a_tree(tokens, parents):
     with pytest.raises(ValueError, match="must"):
-        TokenTree(np.array(tokens), np.array(parents, np.int32)).check_integrity()
+        check(TokenTree(np.array(tokens), np.array(parents, np.int32)))
 
 
 @given(trees())

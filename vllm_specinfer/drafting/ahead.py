@@ -219,7 +219,7 @@ class AheadDrafter:
             ] + [
                 cut(
                     DeviceCandidates(
-                        growth.tokens, growth.parents.long(), growth.scores, growth.ends
+                        growth.tokens, growth.parents.long(), growth.scores
                     ),
                     source.num_nodes,
                 )

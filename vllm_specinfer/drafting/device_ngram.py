@@ -54,5 +54,4 @@ class DeviceNgrams(DeviceLookup):
             chain.long(),
             parents.expand_as(after).contiguous(),
             torch.where(there, self._scores(chance), -torch.inf),
-            self.ends,
         )

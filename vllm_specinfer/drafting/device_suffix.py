@@ -224,7 +224,7 @@ class DeviceSuffixes(DeviceLookup):
 
         # The choice comes before the correction.
         best = cut(
-            DeviceCandidates(*map(by_level, (tokens, parents, reached)), self.ends),
+            DeviceCandidates(*map(by_level, (tokens, parents, reached))),
             self._num_nodes,
         )
         kept = best.scores.isfinite()

@@ -26,13 +26,11 @@ class DeviceCandidates(NamedTuple):
         tokens: [R, C] int64.
         parents: [R, C] int64.
         scores: [R, C] float32.
-        ends: [D] columns once the candidates of a depth are known, 1 first.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor
     scores: torch.Tensor
-    ends: Sequence[int]
 
 
 class DeviceTree(NamedTuple):

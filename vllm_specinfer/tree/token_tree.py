@@ -51,22 +51,6 @@ class TokenTree:
                     node = parents[node]
                 yield path[::-1]
 
-    def check_integrity(self) -> None:
-        """Raises ValueError unless the arrays describe a tree in flat order."""
-        if len(self.tokens) != len(self.parents):
-            raise ValueError(
-                "tokens and parents must have one entry per node; "
-                f"got {len(self.tokens)} and {len(self.parents)}"
-            )
-        order = np.arange(len(self))
-        if not ((self.parents >= ROOT) & (self.parents < order)).all():
-            raise ValueError(
-                f"every parent must precede its child; got {self.parents.tolist()}"
-            )
-        siblings = set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
-        if len(siblings) != len(self):
-            raise ValueError("siblings must hold distinct tokens")
-
 
 def node_depths(parents: np.ndarray) -> np.ndarray:
     """Depths of all rows of several trees of equal size.

@@ -111,7 +111,7 @@ class Union:
         """Note where the levels lie; no capture may be under way.
 
         Args:
-            ends: `DeviceCandidates.ends` of each source.
+            ends: Of each source, its columns once the candidates of a depth are known.
             device: Where they are found.
         """
         self._firsts = [0]
@@ -136,8 +136,8 @@ class Union:
         """The trie union of these sources' candidates.
 
         Returns:
-            The union, whose `ends` say nothing; and [R, C] which of its columns each
-            candidate became, sources one after the other.
+            The union; and [R, C] which of its columns each candidate became, sources
+            one after the other.
         """
         if len(sources) == 1:
             (only,) = sources
@@ -161,4 +161,4 @@ class Union:
             NUM_SOURCES=len(sources),
             BLOCK=BLOCK,
         )
-        return DeviceCandidates(tokens, above, union, ()), columns
+        return DeviceCandidates(tokens, above, union), columns
