@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Is the budget worth its cost at every load? Tokens/s over plain vLLM's (P5), time to the
-# first token (P12) and bookkeeping (P11), the former two with an SSM that is wrong, too.
+# Is the budget worth its cost at every load? Tokens/s over plain vLLM's, time to the
+# first token and bookkeeping, the former two with an SSM that is wrong, too.
 # Two hours on two cores; what runs beside it shows.
 #
 #     bash benchmarks/budget.sh [FOLDER]

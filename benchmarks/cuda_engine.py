@@ -1,4 +1,4 @@
-"""P8 to P10 and more: the engine on a GPU: whether it is right, and what it costs.
+"""The engine on a GPU: whether it is right, and what it costs.
 
     python benchmarks/cuda_engine.py [--out runs/cuda_engine] [--parts goals]
 
@@ -17,11 +17,11 @@ Checks, `--parts checks`:
 
 Times, `--parts goals`, with graphs and asynchronous scheduling:
 
-- kernels: one layer's attention beside others (`cuda_kernels.py`, P8).
+- kernels: one layer's attention beside others (`cuda_kernels.py`).
 - steps_8b: milliseconds of a decoding step by nodes per tree and by batch, of a target
-  of --shape with random weights, Llama 3 8B's (P9).
+  of --shape with random weights, Llama 3 8B's.
 - busy: in which part of the time of such steps the device works, with the most nodes
-  and with none (P10).
+  and with none.
 - speed: tokens/s of plain vLLM, its draft_model and specinfer, as `bench` measures.
 - steps: as steps_8b, of --target; only where it is named.
 
@@ -309,7 +309,7 @@ def steps(args: argparse.Namespace) -> str:
 
 
 def steps_8b(args: argparse.Namespace) -> str:
-    """`steps` of a large target, its weights and the SSM's random (P9)."""
+    """`steps` of a large target, its weights and the SSM's random."""
     return _steps(args, "steps_8b", *_large(args))
 
 
@@ -423,7 +423,7 @@ def _nodes(speculator: Any, num_nodes: int) -> Iterator[None]:
 
 
 def busy(args: argparse.Namespace) -> str:
-    """The part of a speculative step's time in which the device works (P10).
+    """The part of a speculative step's time in which the device works.
 
     Raises:
         ValueError: There is no device that the profiler sees, or a text has ended

@@ -1,7 +1,7 @@
 """The Triton kernels on a GPU: whether they are right, and how long attention takes.
 
 First every kernel against its definition in torch, on the cases of `tests/kernels` and
-larger ones. Then P8: one layer of tree attention (32 query heads, 8 KV heads, head size
+larger ones. Then one layer of tree attention (32 query heads, 8 KV heads, head size
 128, bfloat16, blocks of 16, a root and N nodes per request) beside vLLM's Triton
 unified attention with its causal mask on the same cache, and beside xFormers' tree
 attention and FlexAttention on K/V that lie consecutively. Medians of captured graphs,

@@ -1,4 +1,4 @@
-"""P12: time to the first token over plain vLLM's, of requests that come at once.
+"""Time to the first token over plain vLLM's, of requests that come at once.
 
     python benchmarks/first_token.py [--batches 1 8 32] [--temperatures 0 1]
         [--contexts 0 2048] [--rounds 16] [--dtype bfloat16]

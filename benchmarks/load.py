@@ -1,4 +1,4 @@
-"""P5, P12: specinfer against plain vLLM at every load, and with an SSM that is wrong.
+"""specinfer against plain vLLM at every load, and with an SSM that is wrong.
 
     python benchmarks/load.py [--ssms good wrong] [--contexts 0 2048]
         [--data mtbench humaneval] [--batches 1 2 4 8 16 32] [--temperatures 0 1]

@@ -9,7 +9,7 @@ tree's level plus its head and the choice of the next frontier; the goal is at m
 on 2 cores. Tokens per step are those of all requests.
 
 "bookkeeping" is what trees cost beyond the models, at most 5% of a step by the goals
-(P11). A part is the time inside its functions that no other watched function takes:
+A part is the time inside its functions that no other watched function takes:
 
 - build: the choice of children, frontiers, the tables of trees, what attention is told
   of them, their way from the worker to the scheduler;
@@ -115,7 +115,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
     """
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from vllm_specinfer.scheduling.memory import BudgetMemory
+    from vllm_specinfer.scheduling.budget_memory import BudgetMemory
     from vllm_specinfer.tree.table import StepPlan, TreeTable
     from vllm_specinfer.verify.sampler import TreeSampler
 

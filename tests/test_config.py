@@ -18,8 +18,8 @@ from vllm_specinfer.options import (
     SSMSource,
     SuffixSource,
 )
+from vllm_specinfer.parse_trees import parse_tree
 from vllm_specinfer.parsing import parse_options
-from vllm_specinfer.trees import parse_tree
 
 
 def test_expansion_counts_the_papers_tree():

@@ -100,7 +100,7 @@ def test_a_program_understands_the_command(words, monkeypatch, tmp_path):
 def test_the_attention_benchmark_runs(monkeypatch, capsys):
     sizes = "--dtype float32 --contexts 128 --rows 4 --batches 1 --seconds 0"
     monkeypatch.setattr(sys, "argv", ["p7", *sizes.split()])
-    runpy.run_path(str(ROOT / "benchmarks/p7_tree_attention.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "benchmarks/cpu_attention.py"), run_name="__main__")
     assert re.search(
         r"within 1.15 of vllm: [01]/1; below sdpa", capsys.readouterr().out
     )

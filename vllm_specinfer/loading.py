@@ -25,7 +25,7 @@ from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.options import SSMSource
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.memory import BudgetMemory, file_of
+from vllm_specinfer.scheduling.budget_memory import BudgetMemory, file_of
 from vllm_specinfer.scheduling.predictor import Predictor, read_predictor
 
 

@@ -16,9 +16,8 @@ from vllm_specinfer.options import (
     SSMSource,
     Tree,
 )
-from vllm_specinfer.scheduling.predictor import read_predictor
-from vllm_specinfer.sources import parse_sources
-from vllm_specinfer.trees import (
+from vllm_specinfer.parse_sources import parse_sources
+from vllm_specinfer.parse_trees import (
     check_limits,
     check_num_candidates,
     check_num_nodes,
@@ -27,6 +26,7 @@ from vllm_specinfer.trees import (
     parse_num_nodes,
     parse_tree,
 )
+from vllm_specinfer.scheduling.predictor import read_predictor
 
 MAX_MESSAGE = 1000
 

@@ -26,8 +26,8 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.device import Once, stage, token_rows
-from vllm_specinfer.drafting.blocks import BlockIds
 from vllm_specinfer.drafting.graphs import most_requests
+from vllm_specinfer.drafting.host_blocks import BlockIds
 from vllm_specinfer.drafting.host_steps import DraftRequest, HostSteps
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
@@ -36,9 +36,9 @@ from vllm_specinfer.model_state import TreeModelState, Walked
 from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.budget_memory import BudgetMemory
 from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.load_budget import LoadBudget
-from vllm_specinfer.scheduling.memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import TreeTable

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_specinfer.drafting.blocks import HostBlocks
+from vllm_specinfer.drafting.host_blocks import HostBlocks
 
 SLOTS, MOST_BLOCKS, GROUP = 5, 9, 1
 

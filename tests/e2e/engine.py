@@ -109,7 +109,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.drafting.neural import NeuralSource
     from vllm_specinfer.drafting.sources import SourceSet
     from vllm_specinfer.kernels.cpu import sampling
-    from vllm_specinfer.scheduling import memory
+    from vllm_specinfer.scheduling import budget_memory
     from vllm_specinfer.scheduling.budget import Budget
     from vllm_specinfer.scheduling.load_budget import LoadBudget
     from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
@@ -242,7 +242,7 @@ def _mutation(name: str | None) -> contextlib.AbstractContextManager:
     def draft_and_save_every_step():
         always = {n: getattr(Budget, n) for n in ("drafts", "worth", "least_score")}
         with (
-            mock.patch.object(memory, "SAVE_STEPS", 1),
+            mock.patch.object(budget_memory, "SAVE_STEPS", 1),
             mock.patch.multiple(LoadBudget, **always),
         ):
             yield

@@ -89,7 +89,7 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
 def test_plain_decoding_on_both_runners_is_measured(tiny):
     sizes = "--modes eager --batches 1 --repeats 1 --passes 1 --tokens 8"
     arguments = ["--model", tiny["target"], *sizes.split()]
-    (shown,) = run(("p6_step_kernels.py", arguments))
+    (shown,) = run(("plain_decoding.py", arguments))
     title, row = shown.splitlines()
     assert title.split()[-2:] == ["same", "text"]
     mode, batch, v1, v2, ratio, *_, same = row.split()

@@ -8,7 +8,7 @@ import pytest
 from vllm_specinfer import cli
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.evidence.fit import Nodes, fit, nodes_of, online, quality
-from vllm_specinfer.evidence.scheduler import compare, oracle, replay
+from vllm_specinfer.evidence.replay import compare, oracle, replay
 from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.scheduling.predictor import (

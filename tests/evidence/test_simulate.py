@@ -10,8 +10,8 @@ from vllm_specinfer import cli
 from vllm_specinfer.evidence.simulate import Costs, Simulated, simulate, simulate_all
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.options import BestFirstTree
+from vllm_specinfer.parse_trees import default_tree, parse_tree
 from vllm_specinfer.tree.token_tree import ROOT
-from vllm_specinfer.trees import default_tree, parse_tree
 
 WIDTHS = (3, 2, 2, 1)
 MAX_TOKENS = 24

@@ -35,7 +35,7 @@ from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import chain_bits, num_words
 
 # Rows of a request up to which our kernel has been measured not to be slower than
-# vLLM's (benchmarks/p7_tree_attention.py).
+# vLLM's (benchmarks/cpu_attention.py).
 MAX_CHAIN = 32
 
 _FP8_DTYPES = {

@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specinfer.drafting.blocks import BlockIds, HostBlocks
-from vllm_specinfer.drafting.written import WrittenBlocks
+from vllm_specinfer.drafting.host_blocks import BlockIds, HostBlocks
+from vllm_specinfer.drafting.written_blocks import WrittenBlocks
 
 
 class DraftKV:

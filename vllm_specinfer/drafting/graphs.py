@@ -30,7 +30,7 @@ from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers
-from vllm_specinfer.drafting.head import MOST_ROWS
+from vllm_specinfer.drafting.output_head import MOST_ROWS
 
 # What a pass gives: hidden states [F, H], and whatever else its model returns by row.
 Outputs = tuple[torch.Tensor, ...]

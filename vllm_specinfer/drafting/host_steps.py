@@ -20,7 +20,7 @@ from vllm_specinfer.drafting.children import DraftRows
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.memory import BudgetMemory
+from vllm_specinfer.scheduling.budget_memory import BudgetMemory
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
 from vllm_specinfer.tree.table import TreeTable
 

@@ -33,7 +33,7 @@ from vllm_specinfer.drafting.graphs import (
     captured,
 )
 from vllm_specinfer.drafting.growth import Frontier
-from vllm_specinfer.drafting.head import MOST_ROWS, DraftHead
+from vllm_specinfer.drafting.output_head import MOST_ROWS, DraftHead
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.tree.rows import TreeRows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specinfer.options import METHOD
-from vllm_specinfer.sources import MANIFEST, is_hub_id
+from vllm_specinfer.parse_sources import MANIFEST, is_hub_id
 
 
 def at_least(kind: type, least: float) -> Callable[[str], Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_specinfer.evidence.scheduler import compare
+from vllm_specinfer.evidence.replay import compare
 from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.tables import markdown_of, write_csv
 from vllm_specinfer.evidence.trace import Trace, read_trace

@@ -14,8 +14,8 @@ from vllm_specinfer.drafting.sources import Drafts, SourceSet
 from vllm_specinfer.evidence.engines import runner_of, start_engine, tree_counts
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.options import METHOD
+from vllm_specinfer.parse_trees import parse_tree
 from vllm_specinfer.results import installed_versions
-from vllm_specinfer.trees import parse_tree
 
 MAX_NUM_SEQS = 8
 

@@ -34,10 +34,10 @@ from vllm_specinfer.options import (
     ExpansionTree,
     Tree,
 )
+from vllm_specinfer.parse_trees import default_tree, parse_tree
 from vllm_specinfer.plots import pyplot_for
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT
-from vllm_specinfer.trees import default_tree, parse_tree
 
 # What is simulated by default, as far as it was recorded.
 EXPANSIONS = ("1", "1,1", "1,1,1", "1,1,1,1", "2,1,1", "2,2,1", "3,2,1", "3,2,1,1")

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
-from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import eagle
 from vllm_specinfer.tuning.copying import write_copy_heads
 from vllm_specinfer.tuning.data import TrainingData, prepare

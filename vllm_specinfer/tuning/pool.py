@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
-from vllm_specinfer.sources import MANIFEST
 from vllm_specinfer.tuning import model
 from vllm_specinfer.tuning.data import TrainingData, prepare
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves

@@ -1,4 +1,4 @@
-"""Memory beyond weights and K/V, by nodes (P13 of the goals: at most 2% of the K/V).
+"""Memory beyond weights and K/V, by nodes; the goal is at most 2% of the K/V.
 
 One process per engine, eager: its peak resident memory while it answers, less its
 weights and its KV cache, every page of which is touched before. Shown is how much more

@@ -1,4 +1,4 @@
-"""Where weights are far (R4): on several ranks, or in the host's memory.
+"""Where weights are far: on several ranks, or in the host's memory.
 
 Plain vLLM and specinfer answer the same prompts under the same conditions, each engine
 in a process of its own: plain, specinfer, plain, specinfer. They do not take turns, as

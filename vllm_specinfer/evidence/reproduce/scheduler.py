@@ -1,7 +1,7 @@
-"""Schedulers (R5): predicted and actual matched lengths, tokens/s beside an oracle's.
+"""Schedulers: predicted and actual matched lengths, tokens/s beside an oracle's.
 
 Each set of prompts is recorded with a wide tree, a predictor is fitted to three fourths
-of it, and the schedulers run through the held-out fourth (`evidence/scheduler.py`).
+of it, and the schedulers run through the held-out fourth (`evidence/replay.py`).
 """
 
 from collections.abc import Sequence

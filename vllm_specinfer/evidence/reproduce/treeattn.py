@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from vllm_specinfer.evidence.kernels import (
+from vllm_specinfer.evidence.cpu_attention import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,

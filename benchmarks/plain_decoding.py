@@ -3,7 +3,7 @@
 One engine at a time, in a process of its own, V1 and V2 in turn; the ratio is of the
 medians over the repeats. Run as
 
-    python benchmarks/p6_step_kernels.py [--model FOLDER] [--repeats 3] [--tokens 128]
+    python benchmarks/plain_decoding.py [--model FOLDER] [--repeats 3] [--tokens 128]
 
 and read "V2/V1": at least 0.98 means that the kernels cost nothing. On a shared machine
 read the CPU time a step instead, with one thread (``VLLM_CPU_OMP_THREADS_BIND=0``).

@@ -18,7 +18,7 @@ from vllm_specinfer.options import (
     SuffixSource,
     is_int,
 )
-from vllm_specinfer.trees import check_limits, parse_num_nodes, parse_tree
+from vllm_specinfer.parse_trees import check_limits, parse_num_nodes, parse_tree
 
 MANIFEST = "manifest.json"
 SSM_KEYS = (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
-from vllm_specinfer.drafting import head as head_module
-from vllm_specinfer.drafting.head import DraftHead
+from vllm_specinfer.drafting import output_head
+from vllm_specinfer.drafting.output_head import DraftHead
 
 VOCAB, HIDDEN = 100, 16
 
@@ -59,7 +59,7 @@ def test_rows_come_to_the_head_a_few_at_a_time(tmp_path, monkeypatch, num_rows):
     values, children = head.likeliest(hidden, 3)
     whole, seen = head._model.compute_logits, []
     head._model.compute_logits = lambda rows: seen.append(len(rows)) or whole(rows)
-    monkeypatch.setattr(head_module, "MOST_ROWS", 4)
+    monkeypatch.setattr(output_head, "MOST_ROWS", 4)
     found = head.likeliest(hidden, 3)
     assert torch.equal(found[0], values) and torch.equal(found[1], children)
     assert max(seen) <= 4 and sum(seen) == num_rows
@@ -84,7 +84,7 @@ def test_a_head_with_more_than_rows_is_used_whole(tmp_path):
 def test_every_rank_has_the_rows_of_all(monkeypatch):
     weight, tokens = torch.randn(VOCAB, HIDDEN), torch.tensor([3, 41, 42, 99, 7])
     group, parts = SimpleNamespace(world_size=2, cpu_group="gloo"), []
-    monkeypatch.setattr(head_module, "get_tp_group", lambda: group)
+    monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
     monkeypatch.setattr(
         *(torch.distributed, "all_reduce"),
         lambda rows, group: parts.append((rows, group)),
@@ -94,7 +94,7 @@ def test_every_rank_has_the_rows_of_all(monkeypatch):
         shard = torch.nn.functional.pad(weight[first:end], (0, 0, 0, 6), value=9)
         indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
         head = SimpleNamespace(weight=shard, shard_indices=indices)
-        head_module._rows_of(head, tokens)
+        output_head._rows_of(head, tokens)
     (first, own), (second, other) = parts
     assert (first + second).equal(weight[tokens])
     assert own == other == "gloo"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# R2: how many SSMs pay? Makes the pools (about two hours on two cores; what is there
+# How many SSMs pay? Makes the pools (about two hours on two cores; what is there
 # already is kept), then compares them on held-out prompts with 8 nodes each.
 #
-#     bash benchmarks/r2.sh [FOLDER] [PROMPTS_OF_EACH_SET]
+#     bash benchmarks/number_of_ssms.sh [FOLDER] [PROMPTS_OF_EACH_SET]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-runs/r2} prompts=${2:-20}

@@ -1,4 +1,4 @@
-"""P7: tree attention against vLLM's causal CPU kernel and against gathered SDPA.
+"""Tree attention against vLLM's causal CPU kernel and against gathered SDPA.
 
 Shapes of SmolLM2-135M: 9 query heads, 3 KV heads, head size 64. All columns are
 microseconds per layer, medians of interleaved calls; vLLM's once-per-step scheduling
@@ -6,7 +6,7 @@ is not counted. On a busy machine, where medians count the scheduler's time slic
 a lower --percentile. `vllm` may look at the same number of KV positions with its causal
 mask; `sdpa` gets K/V already gathered and a boolean mask, `+gather` gathers them too.
 
-Run: .venv/bin/python benchmarks/p7_tree_attention.py [--dtype bfloat16]
+Run: .venv/bin/python benchmarks/cpu_attention.py [--dtype bfloat16]
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_specinfer.evidence.kernels import (
+from vllm_specinfer.evidence.cpu_attention import (
     BLOCK_SIZE,
     HEAD_SIZE,
     NUM_HEADS,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from vllm_specinfer.drafting.written import WrittenBlocks
+from vllm_specinfer.drafting.written_blocks import WrittenBlocks
 
 SIZE = 4
 GARBAGE = None

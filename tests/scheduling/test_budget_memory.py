@@ -7,7 +7,7 @@ import pytest
 
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree
-from vllm_specinfer.scheduling import memory
+from vllm_specinfer.scheduling import budget_memory
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor, node_features
@@ -41,12 +41,12 @@ def experienced():
 def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     sources, budget = experienced()
-    file = memory.file_of("target", "sources")
-    assert memory.load(file) is None
-    memory.save(file, sources.learned())
+    file = budget_memory.file_of("target", "sources")
+    assert budget_memory.load(file) is None
+    budget_memory.save(file, sources.learned())
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     again, recalled = engine()
-    again.recall(memory.load(file))
+    again.recall(budget_memory.load(file))
     for rows in (1, 9, 40):
         cost = recalled._step.seconds(rows, True)
         assert cost == pytest.approx(budget._step.seconds(rows, True), rel=0.05)
@@ -84,7 +84,7 @@ def test_saved_predictors_are_the_next_ones_start():
 
 
 def test_other_circumstances_have_another_file():
-    files = {memory.file_of(*c) for c in (("a", 1), ("a", 2), ("b", 1))}
+    files = {budget_memory.file_of(*c) for c in (("a", 1), ("a", 2), ("b", 1))}
     assert len(files) == 3
 
 
@@ -92,7 +92,7 @@ def test_other_circumstances_have_another_file():
 def test_a_file_that_was_tampered_with_is_refused(tmp_path, text):
     file = tmp_path / "budget.json"
     file.write_text(text)
-    learned = memory.load(file)
+    learned = budget_memory.load(file)
     if learned is not None:
         with pytest.raises((KeyError, TypeError, ValueError)):
             engine()[0].recall(learned)
@@ -116,7 +116,7 @@ def test_a_budget_of_another_size_is_refused():
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    memory.save(tmp_path / "file" / "budget.json", {})
+    budget_memory.save(tmp_path / "file" / "budget.json", {})
     assert "could not be saved" in caplog.text
 
 
@@ -124,6 +124,6 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, monkeypat
     def full(*args: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(memory.Path, "replace", full)
-    memory.save(tmp_path / "budget.json", {})
+    monkeypatch.setattr(budget_memory.Path, "replace", full)
+    budget_memory.save(tmp_path / "budget.json", {})
     assert not list(tmp_path.iterdir())

@@ -25,11 +25,11 @@ from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.evidence.simulate import Costs, Simulated, simulate_all
 from vllm_specinfer.evidence.trace import Trace
+from vllm_specinfer.parse_trees import default_tree
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT
-from vllm_specinfer.trees import default_tree
 
 _UNLIMITED = 1 << 20  # tokens and slots
 
