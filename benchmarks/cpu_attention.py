@@ -52,7 +52,7 @@ def columns(
 
     # A binary tree below each root.
     parents = np.arange(rows - 1, dtype=np.int32) // 2 - 1
-    bits = torch.from_numpy(ancestor_bits(parents[None])[0])
+    bits = torch.tensor(ancestor_bits(parents[None])[0])
     tree = TreeRows(
         is_tree=torch.ones(batch, dtype=torch.bool),
         context_lens=torch.full((batch,), context).int(),

@@ -242,7 +242,7 @@ class Shape:
             self.mask[i] |= self.mask[(i - 1) // 2]
         self.mask = self.mask.cuda()
         parents = np.arange(rows - 1, dtype=np.int32) // 2 - 1
-        words = torch.from_numpy(ancestor_bits(parents[None])[0])
+        words = torch.tensor(ancestor_bits(parents[None])[0])
         self.tree = TreeRows(
             is_tree=torch.ones(batch, dtype=torch.bool, device="cuda"),
             context_lens=torch.full((batch,), context, device="cuda").int(),
