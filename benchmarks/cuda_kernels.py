@@ -172,15 +172,15 @@ def _check_children(device: str) -> None:
     import test_triton_coupled
     import test_triton_drawn
 
-    test_triton_coupled.check(coupled_cases.run(device))
-    test_triton_drawn.check(drawn_cases.run(device))
+    test_triton_coupled.check(coupled_cases.outputs(device))
+    test_triton_drawn.check(drawn_cases.outputs(device))
 
 
 def _check_penalties(device: str) -> None:
     import penalties_cases
     import test_triton_penalties as tests
 
-    tests.check(penalties_cases.run(device))
+    tests.check(penalties_cases.outputs(device))
 
 
 def _check_trees(device: str) -> None:
@@ -191,16 +191,16 @@ def _check_trees(device: str) -> None:
     import trees_cases
     import union_cases
 
-    test_triton_growth.check(growth_cases.run(device))
-    test_triton_trees.check(trees_cases.run(device))
-    test_triton_union.check(union_cases.run(device))
+    test_triton_growth.check(growth_cases.outputs(device))
+    test_triton_trees.check(trees_cases.outputs(device))
+    test_triton_union.check(union_cases.outputs(device))
 
 
 def _check_verification(device: str) -> None:
     import test_triton_verification as tests
     import verification_cases
 
-    outputs = verification_cases.run(device)
+    outputs = verification_cases.outputs(device)
     tests.test_draws_are_tested_as_the_definition_says(outputs)
     tests.test_walks_follow_the_targets_tokens(outputs)
 
@@ -209,7 +209,7 @@ def _check_lookups(device: str) -> None:
     import lookup_cases
     import test_triton_lookups as tests
 
-    outputs = lookup_cases.run(device)
+    outputs = lookup_cases.outputs(device)
     tests.test_the_device_finds_what_the_host_finds(outputs)
     tests.test_texts_that_ended_count_against_those_that_went_on(outputs)
     tests.test_forgotten_texts_come_back_where_they_are_looked_up_in_again(outputs)

@@ -1,11 +1,5 @@
-"""Random rows of SSMs, and the children that the Triton kernel chooses for them.
+"""Random rows of SSMs, and the children that the Triton kernel chooses for them."""
 
-``TRITON_INTERPRET=1 python coupled_cases.py OUTPUT.pt`` saves its outputs.
-"""
-
-import sys
-
-import interpreter
 import numpy as np
 import torch
 from verification_cases import tensors
@@ -39,7 +33,7 @@ def case(seed: int) -> dict:
     }
 
 
-def run(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
+def outputs(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Scores and children of every seed."""
     from vllm_specinfer.kernels.triton.coupled import coupled_children
 
@@ -48,13 +42,3 @@ def run(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
         chosen = coupled_children(**tensors(case(seed), device))
         found.append(tuple(t.cpu() for t in chosen))
     return found
-
-
-def main() -> None:
-    """Save what the kernel gives, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

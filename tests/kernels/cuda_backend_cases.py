@@ -1,15 +1,9 @@
-"""The CUDA backend's steps on a CPU: builders, layers, and what they attend.
+"""The CUDA backend's steps on a CPU: builders, layers, and what they attend."""
 
-``TRITON_INTERPRET=1 python cuda_backend_cases.py OUTPUT.pt`` saves what the layers give
-beside the definition.
-"""
-
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import interpreter
 import torch
 import tree_attention_cases as cases
 from tree_attention_cases import Request
@@ -153,11 +147,6 @@ def replayed_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return outputs
 
 
-def main() -> None:
-    """Save what layers and definition give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save((mixed_steps(), replayed_steps()), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+def outputs() -> tuple[Any, Any]:
+    """What layers and definition give."""
+    return mixed_steps(), replayed_steps()

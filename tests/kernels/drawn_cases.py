@@ -1,12 +1,6 @@
-"""Random rows of SSMs, and the children that the Triton kernel draws for them.
-
-``TRITON_INTERPRET=1 python drawn_cases.py OUTPUT.pt`` saves its outputs.
-"""
-
-import sys
+"""Random rows of SSMs, and the children that the Triton kernel draws for them."""
 
 import coupled_cases
-import interpreter
 import numpy as np
 import torch
 from verification_cases import tensors
@@ -27,7 +21,7 @@ def case(seed: int) -> dict:
     return found
 
 
-def run(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
+def outputs(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
     """Scores, children, places and distributions of every seed."""
     from vllm_specinfer.kernels.triton.drawn import drawn_children
 
@@ -36,13 +30,3 @@ def run(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
         scores, children, draws = drawn_children(**tensors(case(seed), device))
         found.append(tuple(t.cpu() for t in (scores, children, draws.places, draws.q)))
     return found
-
-
-def main() -> None:
-    """Save what the kernel gives, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

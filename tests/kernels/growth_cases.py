@@ -1,12 +1,7 @@
-"""Trees that grow by the Triton kernels, and by their definition.
+"""Trees that grow by the Triton kernels, and by their definition."""
 
-``TRITON_INTERPRET=1 python growth_cases.py OUTPUT.pt`` saves both.
-"""
-
-import sys
 from typing import Any
 
-import interpreter
 import numpy as np
 import torch
 
@@ -192,16 +187,6 @@ def grown(seed: int, device: str = "cpu") -> Pairs:
     return first + step(growth, tree, rng, seed)
 
 
-def run(device: str = "cpu") -> list[Pairs]:
+def outputs(device: str = "cpu") -> list[Pairs]:
     """What kernels and definition leave behind in every case."""
     return [grown(seed, device) for seed in SEEDS]
-
-
-def main() -> None:
-    """Save what kernels and definition give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

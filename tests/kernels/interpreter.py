@@ -1,22 +1,26 @@
-"""Triton's interpreter, for kernels that a machine without a GPU is to run."""
+"""Triton's interpreter, for kernels that a machine without a GPU is to run.
 
+``TRITON_INTERPRET=1 python interpreter.py MODULE FILE`` saves a module's `outputs()`.
+"""
+
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def outputs_of(script: str, folder: Path) -> Any:
-    """What a script saves at the path it is given, run under the interpreter."""
+def outputs_of(cases: ModuleType, folder: Path) -> Any:
+    """What a module's `outputs()` gives under the interpreter, by way of a file."""
     output = folder / "outputs.pt"
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
     run = subprocess.run(
-        [sys.executable, script, output],
+        [sys.executable, __file__, cases.__name__, output],
         env=os.environ | environment,
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -78,3 +82,8 @@ def _mend() -> None:
     builder_cls.create_dot = create_dot
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
+
+
+if __name__ == "__main__":
+    prepare()
+    torch.save(importlib.import_module(sys.argv[1]).outputs(), sys.argv[2])

@@ -1,12 +1,7 @@
-"""Lookups on the device and on the host, side by side over random texts.
+"""Lookups on the device and on the host, side by side over random texts."""
 
-``TRITON_INTERPRET=1 python lookup_cases.py OUTPUT.pt`` saves what both find.
-"""
-
-import sys
 from types import SimpleNamespace
 
-import interpreter
 import numpy as np
 import torch
 
@@ -16,14 +11,8 @@ NUM_SLOTS, MAX_LEN = 3, 60
 LENGTHS = [0, 1, 2, 15, 16, 17, 33, MAX_LEN]
 
 
-def main(output: str) -> None:
-    """Save what is found, the kernel run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run("cpu"), output)
-
-
-def run(
-    device: str,
+def outputs(
+    device: str = "cpu",
 ) -> tuple[list[tuple[dict, dict]], list[dict[tuple, float]], list[tuple[list, list]]]:
     """Let texts start, grow and be looked up."""
     from vllm_specinfer.kernels.triton import matches, places, texts
@@ -189,7 +178,3 @@ def paths_on_host(nodes, correction: tuple[float, float]) -> dict[tuple, float]:
         own = np.log(chance) * correction[0] - correction[1]
         scores[node] = float(scores[parent] + own)
     return {paths[node]: scores[node] for node in range(len(nodes))}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

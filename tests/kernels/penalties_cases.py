@@ -1,11 +1,5 @@
-"""Rows of trees under penalties, and vLLM's kernel along each row's path.
+"""Rows of trees under penalties, and vLLM's kernel along each row's path."""
 
-``TRITON_INTERPRET=1 python penalties_cases.py OUTPUT.pt`` saves both.
-"""
-
-import sys
-
-import interpreter
 import numpy as np
 import torch
 
@@ -67,16 +61,6 @@ def penalised(seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.cpu(), torch.stack(expected).cpu()
 
 
-def run(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
+def outputs(device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """All cases."""
     return [penalised(seed, device) for seed in SEEDS]
-
-
-def main() -> None:
-    """Save what both kernels give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

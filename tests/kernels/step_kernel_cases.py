@@ -1,15 +1,12 @@
 """Random inputs for every step kernel, run through vLLM's own launch code.
 
 The same functions run with the package's replacements in the test process, and with
-vLLM's Triton kernels under Triton's interpreter when this file is run as
-``TRITON_INTERPRET=1 python step_kernel_cases.py OUTPUT.pt``.
+vLLM's Triton kernels under Triton's interpreter (`interpreter.outputs_of`).
 """
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import interpreter
 import numpy as np
 import torch
 
@@ -682,11 +679,6 @@ def num_nans(rng: np.random.Generator) -> Outputs:
     return {"nans": get_num_nans(logits)}
 
 
-def main() -> None:
-    """Save what vLLM's Triton kernels give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save({name: run(name) for name in CASES}, sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+def outputs() -> dict[str, list[Outputs]]:
+    """Of all cases."""
+    return {name: run(name) for name in CASES}

@@ -14,7 +14,7 @@ from vllm_specinfer.attention import cuda
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
-    return outputs_of(backend.__file__, tmp_path_factory.mktemp("outputs"))
+    return outputs_of(backend, tmp_path_factory.mktemp("outputs"))
 
 
 def test_trees_chains_and_prefills_of_a_step_get_their_attention(outputs) -> None:

@@ -25,7 +25,7 @@ def test_replacements_equal_the_triton_kernels(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     # One test: the kernels take a minute to interpret, and workers share nothing.
-    references = outputs_of(step_kernel_cases.__file__, tmp_path)
+    references = outputs_of(step_kernel_cases, tmp_path)
     for name in step_kernel_cases.CASES:
         with subtests.test(name):
             compare(step_kernel_cases.run(name), references[name])

@@ -33,7 +33,7 @@ def committed_on_cpu(
 
 
 def test_paths_move_as_on_the_cpu(tmp_path: Path) -> None:
-    outputs = outputs_of(cases.__file__, tmp_path)
+    outputs = outputs_of(cases, tmp_path)
     num_moved = 0
     for seed, found in zip(cases.SEEDS, outputs, strict=True):
         caches, arguments = cases.commit_case(seed)

@@ -9,7 +9,7 @@ from vllm_specinfer.drafting.children import ChildChooser, DraftRows
 
 
 def test_children_are_those_of_the_definition(tmp_path) -> None:
-    check(outputs_of(cases.__file__, tmp_path))
+    check(outputs_of(cases, tmp_path))
 
 
 def check(outputs: list) -> None:

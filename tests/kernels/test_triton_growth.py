@@ -6,7 +6,7 @@ from interpreter import outputs_of
 
 
 def test_levels_and_passes_over_them_are_those_of_the_definition(tmp_path) -> None:
-    check(outputs_of(cases.__file__, tmp_path))
+    check(outputs_of(cases, tmp_path))
 
 
 def check(outputs: list) -> None:

@@ -11,7 +11,7 @@ from vllm_specinfer.drafting.suffix import PAST_TRUST
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list, list]:
-    return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
+    return outputs_of(cases, tmp_path_factory.mktemp("outputs"))
 
 
 def test_the_device_finds_what_the_host_finds(outputs) -> None:

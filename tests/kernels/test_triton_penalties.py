@@ -6,7 +6,7 @@ from interpreter import outputs_of
 
 
 def test_rows_are_penalised_for_their_own_paths(tmp_path) -> None:
-    check(outputs_of(cases.__file__, tmp_path))
+    check(outputs_of(cases, tmp_path))
 
 
 def check(outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

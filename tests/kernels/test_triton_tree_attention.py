@@ -14,7 +14,7 @@ from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 
 
 def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> None:
-    outputs = outputs_of(cases.__file__, tmp_path)
+    outputs = outputs_of(cases, tmp_path)
     assert len(outputs) == len(list(cases.small_steps()))
     for found, expected in outputs:
         assert not expected.isnan().all()

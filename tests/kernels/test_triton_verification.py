@@ -14,7 +14,7 @@ from vllm_specinfer.verify.walk import TreeWalk
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
-    return outputs_of(cases.__file__, tmp_path_factory.mktemp("outputs"))
+    return outputs_of(cases, tmp_path_factory.mktemp("outputs"))
 
 
 def test_draws_are_tested_as_the_definition_says(outputs) -> None:

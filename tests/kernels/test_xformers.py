@@ -14,7 +14,7 @@ from vllm_specinfer.attention import xformers
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list]:
     folder = tmp_path_factory.mktemp("outputs")
-    return outputs_of(xformers_cases.__file__, folder)
+    return outputs_of(xformers_cases, folder)
 
 
 def test_rows_see_their_paths_and_nothing_else_is_written(outputs) -> None:

@@ -1,16 +1,10 @@
-"""Random steps of tree attention, and what the Triton kernels make of them.
-
-``TRITON_INTERPRET=1 python tree_attention_cases.py OUTPUT.pt`` saves their outputs
-beside those of the definition.
-"""
+"""Random steps of tree attention, and what the Triton kernels make of them."""
 
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-import interpreter
 import numpy as np
 import torch
 
@@ -255,11 +249,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-def main() -> None:
-    """Save what kernels and definition give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save([run(*case) for case in small_steps()], sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+def outputs() -> list[tuple[torch.Tensor, ...]]:
+    """What kernels and definition give."""
+    return [run(*case) for case in small_steps()]

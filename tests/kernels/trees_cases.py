@@ -1,11 +1,5 @@
-"""Trees of the best candidates by the Triton kernels, and by the definitions.
+"""Trees of the best candidates by the Triton kernels, and by the definitions."""
 
-``TRITON_INTERPRET=1 python trees_cases.py OUTPUT.pt`` saves both.
-"""
-
-import sys
-
-import interpreter
 import numpy as np
 import torch
 
@@ -60,16 +54,6 @@ def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     return [(a.cpu(), b.cpu()) for a, b in pairs]
 
 
-def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def outputs(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """All cases."""
     return [trees(seed, device) for seed in SEEDS]
-
-
-def main() -> None:
-    """Save what kernels and definition give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,5 @@
-"""Unions of several sources' candidates by the Triton kernel, and the definition's.
+"""Unions of several sources' candidates by the Triton kernel, and the definition's."""
 
-``TRITON_INTERPRET=1 python union_cases.py OUTPUT.pt`` saves both.
-"""
-
-import sys
-
-import interpreter
 import numpy as np
 import torch
 from candidates import grown, united
@@ -44,16 +38,6 @@ def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     ]
 
 
-def run(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def outputs(device: str = "cpu") -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """All cases."""
     return [union(seed, device) for seed in SEEDS]
-
-
-def main() -> None:
-    """Save what the kernel and the definition give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,5 @@
-"""Random inputs of the device verification, and what the Triton kernels make of them.
+"""Random inputs of the device verification, and what the Triton kernels make of them."""
 
-``TRITON_INTERPRET=1 python verification_cases.py OUTPUT.pt`` saves their outputs.
-"""
-
-import sys
-
-import interpreter
 import numpy as np
 import torch
 
@@ -70,7 +64,7 @@ def tensors(case: dict, device: str) -> dict:
     return {**case, **on_device}
 
 
-def run(device: str = "cpu") -> tuple[list, list]:
+def outputs(device: str = "cpu") -> tuple[list, list]:
     """What the kernels give for every seed: draws, walks."""
     from vllm_specinfer.kernels.triton import verification
 
@@ -83,13 +77,3 @@ def run(device: str = "cpu") -> tuple[list, list]:
         path, count = verification.walk_trees(**tensors(tree_case(seed), device))
         walks.append((path.cpu(), count.cpu()))
     return draws, walks
-
-
-def main() -> None:
-    """Save what the kernels give, run by Triton's interpreter."""
-    interpreter.prepare()
-    torch.save(run(), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,9 @@
-"""xFormers' tree attention on a CPU, run by Triton's interpreter.
+"""xFormers' tree attention on a CPU, run by Triton's interpreter."""
 
-``TRITON_INTERPRET=1 python xformers_cases.py OUTPUT.pt`` saves what it gives beside the
-definition.
-"""
-
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import cuda_backend_cases as backend
-import interpreter
 import torch
 import tree_attention_cases as cases
 
@@ -63,12 +57,7 @@ def layers() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return outputs
 
 
-def main() -> None:
-    """Save what both give."""
-    interpreter.prepare()
+def outputs() -> tuple[Any, Any]:
+    """What both give."""
     allow_cpu()
-    torch.save(([run(*step) for step in steps()], layers()), sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()
+    return [run(*step) for step in steps()], layers()
