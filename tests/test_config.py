@@ -337,6 +337,33 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
     assert "ExpansionTree(widths=(1, 1, 3, 1))" in repr(spec)
 
 
+@pytest.mark.parametrize("longest", [128, 512])
+def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
+    make_llama, v2_undone, longest
+):
+    """vLLM's default for LongRoPE is the length before scaling."""
+    from vllm import EngineArgs
+
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    rope |= {f"{kind}_factor": [1.0] * 16 for kind in ("short", "long")}
+    ssm = make_llama(
+        "ssm",
+        max_position_embeddings=longest,
+        rope_parameters=rope | {"rope_theta": 1e4},
+    )
+    args = EngineArgs(
+        model=make_llama("target"),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "specinfer", "model": ssm},
+    )
+    if longest < 256:
+        with pytest.raises(ValueError, match="at most the 128 positions of the SSM"):
+            args.create_engine_config()
+        return
+    spec = args.create_engine_config().speculative_config
+    assert spec.ssm_model_configs[0].max_model_len == 256
+
+
 def test_config_survives_copies_and_replace(engine_config):
     from vllm.config.utils import replace
 

@@ -115,6 +115,21 @@ def test_ssm_without_full_causal_attention_is_refused(refusal, config):
     assert refusal(ssm=config).startswith("the SSM must be a causal language model")
 
 
+def test_experts_that_vllm_would_name_alike_are_refused():
+    def model(*kinds):
+        return SimpleNamespace(
+            model="m",
+            is_moe="experts" in kinds,
+            using_transformers_backend=lambda: "theirs" in kinds,
+        )
+
+    both = model("experts", "theirs")
+    assert "experts in the SSM 'm', too" in model_refusals._experts_reason(both, both)
+    for other in (model(), model("experts"), model("theirs")):
+        assert model_refusals._experts_reason(both, other) is None
+        assert model_refusals._experts_reason(other, both) is None
+
+
 def test_draft_heads_are_eagle_heads_or_refused(refusal):
     parallel = LLAMA | {"architectures": ["PEagleDraftModel"]}
     assert refusal(ssm=parallel).endswith("got the draft head PEagleDraftModel")

@@ -1,7 +1,8 @@
-"""What a step's output waits for beside the tokens."""
+"""What a step's output waits for beside the tokens, and whose weights stay."""
 
 from types import SimpleNamespace
 
+import pytest
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -33,3 +34,10 @@ def test_drafts_are_counted_though_none_had_a_row_in_the_step():
     assert counted == []
     assert output.get_output().tree_stats == "stats"
     assert counted == ["walks", "drafts"]
+
+
+def test_updates_of_an_ssms_weights_are_refused_before_they_begin():
+    worker = TreeWorker.__new__(TreeWorker)
+    assert not worker.supports_draft_weight_updates()
+    with pytest.raises(NotImplementedError, match="must be the target's"):
+        worker.start_draft_weight_update()

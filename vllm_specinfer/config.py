@@ -282,6 +282,8 @@ def build_ssm_model_config(
             revision=source.revision,
             quantization=source.quantization,
             spec_target_max_model_len=target.max_model_len,
+            # It reads ids alone, those of images among them.
+            language_model_only=True,
             enforce_eager=target.enforce_eager,
             max_logprobs=target.max_logprobs,
             hf_overrides=overrides,
@@ -302,14 +304,20 @@ def build_ssm_model_config(
         text.max_position_embeddings = max(
             getattr(text, "max_position_embeddings", 0), target.max_model_len
         )
-    elif ssm.max_model_len < target.max_model_len:
+    elif (positions := _positions(ssm)) < target.max_model_len:
         raise ValueError(
-            f"max_model_len must be at most the {ssm.max_model_len} positions of the "
-            f"SSM {source.model!r}; got {target.max_model_len}"
+            f"max_model_len must be at most the {positions} positions of the SSM "
+            f"{source.model!r}; got {target.max_model_len}"
         )
     # The SSM sees exactly the target's positions, never more, so the limits agree.
     ssm.max_model_len = target.max_model_len
     return ssm
+
+
+def _positions(ssm: ModelConfig) -> float:
+    """As many as a model has; where its rope is LongRoPE, vLLM's default is fewer."""
+    derived, _ = ssm.model_arch_config.derived_max_model_len_and_key
+    return max(ssm.max_model_len, derived)
 
 
 def _name_head(ssm: ModelConfig, source: SSMSource) -> None:

@@ -30,7 +30,25 @@ def model_reason(model: "ModelConfig", role: str) -> str | None:
 
 def ssm_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
     """Why a model cannot draft for this target, or None."""
-    return _fit_reason(ssm, target) or _draft_vocab_reason(ssm)
+    return (
+        _fit_reason(ssm, target)
+        or _experts_reason(ssm, target)
+        or _draft_vocab_reason(ssm)
+    )
+
+
+def _experts_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
+    """Why both models' experts cannot live in one process, or None.
+
+    vLLM names them alike (vllm/model_executor/models/transformers/moe.py).
+    """
+    models = ssm, target
+    if all(model.is_moe and model.using_transformers_backend() for model in models):
+        return (
+            "the SSM must be dense where vLLM runs both models by its Transformers "
+            f"backend; got experts in the SSM {ssm.model!r}, too"
+        )
+    return None
 
 
 def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:

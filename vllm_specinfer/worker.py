@@ -10,7 +10,9 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
@@ -20,6 +22,7 @@ from vllm_specinfer.device import is_host
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
+from vllm_specinfer.shared_kv import let_groups_know
 from vllm_specinfer.tree.token_tree import num_words
 
 # Below vLLM's logger: that is the one with a handler for information.
@@ -134,6 +137,11 @@ class TreeWorker(Worker):
             scope="global",
         )
 
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """With the specs of layers that share K/V."""
+        let_groups_know(kv_cache_config, get_shared_kv_cache_layers(self.vllm_config))
+        super().initialize_from_config(kv_cache_config)
+
     def determine_available_memory(self) -> int:
         """Keep nothing of what was captured meanwhile."""
         available = super().determine_available_memory()
@@ -169,6 +177,24 @@ class TreeWorker(Worker):
                 logits = runner.model.compute_logits(hidden)
                 runner.model_state.sampler.warm_up(logits)
         super()._maybe_activate_jit_monitor()
+
+    def supports_draft_weight_updates(self) -> bool:
+        """Weights of SSMs stay: vLLM knows no several, nor heads of fewer rows.
+
+        vllm/v1/worker/gpu_worker.py.
+        """
+        return False
+
+    def start_draft_weight_update(self) -> None:
+        """Refused before anything is taken apart.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "weight updates must be the target's with method specinfer; got "
+            "start_draft_weight_update"
+        )
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The KV cache, if it slept, has woken up empty."""

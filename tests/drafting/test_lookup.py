@@ -1,18 +1,23 @@
 """What lookups find in texts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_ngram,
 )
 
-from vllm_specinfer.drafting.lookup import Ngrams, chance_after
+from vllm_specinfer.drafting.device_lookup import DeviceLookup
+from vllm_specinfer.drafting.lookup import LookupSource, Ngrams, chance_after
 from vllm_specinfer.drafting.suffix import MIN_OWN, MIN_PAST, PAST_TRUST, Suffixes
 from vllm_specinfer.options import NgramSource, SuffixSource
 from vllm_specinfer.tree.token_tree import ROOT
 
+VOCAB = 10
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
@@ -32,6 +37,28 @@ def test_ngrams_are_those_of_vllms_own_method(text, least, more, depth):
     chances = [chance for _, _, chance in nodes]
     assert all(0 < chance < 1 for chance in chances)
     assert chances == sorted(chances)  # the longer a match, the surer
+
+
+def test_placeholders_beyond_the_vocabulary_are_no_nodes_nor_is_what_is_below():
+    nodes = [(ROOT, 3, 0.9), (ROOT, VOCAB, 0.8), (1, 4, 0.7), (0, 5, 0.6), (3, 99, 0.5)]
+    nodes += [(3, 6, 0.4)]
+    lookup = SimpleNamespace(find=lambda slot, tokens: nodes)
+    step = SimpleNamespace(
+        growing=np.array([0]),
+        slots=np.array([0]),
+        num_tokens=np.array([1]),
+        all_token_ids=np.zeros((1, 1), np.int32),
+        tests_draws=False,
+    )
+    found = LookupSource(lookup, VOCAB).propose(step).candidates
+    assert found.tokens.tolist() == [[3, 5, 6]]
+    assert found.parents.tolist() == [[ROOT, 0, 1]]
+    assert len(LookupSource(lookup).propose(step).candidates.tokens[0]) == len(nodes)
+    on_device = DeviceLookup.__new__(DeviceLookup)
+    tokens, there = torch.tensor([3, VOCAB, 4]), torch.ones(3, dtype=torch.bool)
+    assert on_device._known(tokens, there).all()
+    on_device.vocab_size = VOCAB
+    assert on_device._known(tokens, there).tolist() == [True, False, False]
 
 
 def longest_match(context, text, most=32):

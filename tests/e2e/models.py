@@ -78,6 +78,13 @@ GROUPED = {"num_key_value_heads": 2}
 FAMILIES = {
     "falcon": {"multi_query": True, "new_decoder_architecture": False},
     "gemma": {"head_dim": 32, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma3n_text": {
+        "head_dim": 32,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 96,
+    },
     "gemma2": {"head_dim": 32, **GROUPED, "tie_word_embeddings": True},
     "gemma3_text": {"head_dim": 32, **GROUPED, "tie_word_embeddings": True},
     "gpt2": {"tie_word_embeddings": True},

@@ -15,6 +15,18 @@ PARAMS = [
 ]
 # As OPT-350M: the embedding is narrower than the layers, norms come after them.
 NARROW_OPT = {"word_embed_proj_dim": 64, "do_layer_norm_before": False}
+# The last two layers read K/V of others; layers differ in kind, and so does the SSM's.
+SHARED_KV = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 64,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 6,
+}
 # Target and SSM, and what is special about either.
 PAIRS = {
     "llama": ("qwen3", {}, {}),
@@ -30,6 +42,7 @@ PAIRS = {
     # vLLM runs these through the modules of transformers.
     "phi": ("gpt2", {}, {"tie_word_embeddings": False}),
     "gpt_neox": ("llama", {}, {}),
+    "gemma3n_text": ("llama", SHARED_KV, {"head_dim": 64}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of the device verification, and what the Triton kernels make of them."""
+"""Random inputs of the device verification, and what the Triton kernels make of it."""
 
 import numpy as np
 import torch

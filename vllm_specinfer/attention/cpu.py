@@ -225,8 +225,9 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             super().forward(
                 layer,
                 query[first_row:],
-                key[first_row:],
-                value[first_row:],
+                # Layers that share another's K/V have none of their own.
+                None if key is None else key[first_row:],
+                None if value is None else value[first_row:],
                 kv_cache,
                 stock,
                 output[first_row:],

@@ -11,7 +11,13 @@ from vllm_specinfer.drafting.text_copies import TextCopies
 
 
 class DeviceLookup:
-    """Looks up in the texts of running requests."""
+    """Looks up in the texts of running requests.
+
+    Attributes:
+        vocab_size: As of `LookupSource`.
+    """
+
+    vocab_size: int | None = None
 
     def __init__(self, copies: TextCopies) -> None:
         """Correct nothing yet.
@@ -38,6 +44,13 @@ class DeviceLookup:
             slots: [R] request slots.
         """
         self._correction.fill(np.array(correction, np.float32))
+
+    def _known(self, tokens: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Which nodes of paths [..., N] are there, without tokens beyond the vocabulary
+        and what is below them."""
+        if self.vocab_size is None:
+            return there
+        return (there & (tokens < self.vocab_size)).int().cumprod(dim=-1).bool()
 
     def _scores(self, chances: torch.Tensor) -> torch.Tensor:
         """[..., N] float32 of nodes on paths, given the chance [..., N] float64 of each

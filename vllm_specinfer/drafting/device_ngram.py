@@ -47,6 +47,7 @@ class DeviceNgrams(DeviceLookup):
         there = (matched >= self._source.prompt_lookup_min)[:, None]
         there = there & (after < lengths[:, None])
         chain = tokens[slots[:, None], torch.where(there, after, 0)]
+        there = self._known(chain, there)
         # `chance_after`.
         chance = 1 - 1 / (matched[:, None] + self._steps).clamp_min(2).double()
         parents = torch.where(self._steps > 0, self._steps - 1, ROOT)

@@ -132,7 +132,7 @@ class DeviceSuffixes(DeviceLookup):
         requests = torch.arange(num_reqs, device=slots.device)
         chosen = Matches(*(part[requests, which] for part in found))
         trust = torch.where(which > 0, PAST_TRUST, 1.0).double()
-        there = chosen.there & grows[:, None, None]
+        there = self._known(chosen.tokens, chosen.there & grows[:, None, None])
         return self._tree(chosen._replace(there=there), trust)
 
     def _own_matches(self, slots: torch.Tensor, lengths: torch.Tensor) -> Matches:

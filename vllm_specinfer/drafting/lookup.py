@@ -58,8 +58,15 @@ class Lookup(Protocol):
 class LookupSource:
     """A lookup as a source: its proposals are certain, so q is all on one token."""
 
-    def __init__(self, lookup: Lookup) -> None:
-        self._lookup = lookup
+    def __init__(self, lookup: Lookup, vocab_size: int | None = None) -> None:
+        """Correct nothing yet.
+
+        Args:
+            lookup: What finds nodes.
+            vocab_size: Of the target where texts may hold other tokens, placeholders
+                of images, which are no nodes.
+        """
+        self._lookup, self._vocab_size = lookup, vocab_size
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
         self.on_device: DeviceSuffixes | DeviceNgrams | None = None
@@ -67,6 +74,7 @@ class LookupSource:
     def capture(self, copies: "TextCopies") -> None:
         """Look up on the device, too."""
         self.on_device = self._lookup.on_device(copies)
+        self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
@@ -90,7 +98,7 @@ class LookupSource:
         for i in step.growing.tolist():
             slot = int(step.slots[i])
             tokens = step.all_token_ids[slot, : step.num_tokens[i]]
-            found.append(self._lookup.find(slot, tokens))
+            found.append(self._known(self._lookup.find(slot, tokens)))
         candidates = Candidates.empty(len(found), max(map(len, found), default=0))
         draws: DrawsByNode = [{} for _ in found]
         features = None
@@ -118,6 +126,17 @@ class LookupSource:
                     for node in set(parents)
                 }
         return Proposal(candidates, draws, features)
+
+    def _known(self, nodes: Sequence[LookupNode]) -> Sequence[LookupNode]:
+        """Without tokens beyond the vocabulary and what is below them."""
+        if self._vocab_size is None:
+            return nodes
+        places, known = {ROOT: ROOT}, []
+        for node, (parent, token, chance) in enumerate(nodes):
+            if parent in places and token < self._vocab_size:
+                places[node] = len(known)
+                known.append((places[parent], token, chance))
+        return known
 
     def _features(
         self, step: DraftStep, r: int, parents: Sequence[int], own: np.ndarray

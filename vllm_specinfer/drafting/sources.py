@@ -39,12 +39,15 @@ SURE = 0.4
 
 
 def lookup_source(
-    source: NgramSource | SuffixSource, max_num_reqs: int, num_nodes: int
+    source: NgramSource | SuffixSource,
+    max_num_reqs: int,
+    num_nodes: int,
+    vocab_size: int | None = None,
 ) -> LookupSource:
-    """The source of a configuration entry."""
+    """The source of a configuration entry; `vocab_size` as of `LookupSource`."""
     if isinstance(source, NgramSource):
-        return LookupSource(Ngrams(source, num_nodes))
-    return LookupSource(Suffixes(source, max_num_reqs, num_nodes))
+        return LookupSource(Ngrams(source, num_nodes), vocab_size)
+    return LookupSource(Suffixes(source, max_num_reqs, num_nodes), vocab_size)
 
 
 class Drafts(NamedTuple):

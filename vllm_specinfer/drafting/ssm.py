@@ -72,6 +72,10 @@ class NeuralSSM:
         self._head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
+        # Placeholders of images may lie beyond the vocabulary.
+        self._last_token = None
+        if vllm_config.speculative_config.target_model_config.is_multimodal_model:
+            self._last_token = vllm_config.model_config.get_vocab_size() - 1
         self.layer_names = layer_names
         # Rows of all forward passes since the start, and passes over levels of trees.
         self.num_rows = self.num_levels = 0
@@ -340,6 +344,8 @@ class NeuralSSM:
         if kv_slots is not None:
             slot_mapping = dict.fromkeys(self.layer_names, kv_slots)
         num_rows = input_ids.shape[0]
+        if self._last_token is not None:
+            input_ids = input_ids.clamp_max(self._last_token)
         with set_forward_context(
             metadata,
             self._vllm_config,

@@ -77,7 +77,8 @@ def bincount(
         prompt = int(prompt_len[request])
         prefill = int(prefill_len[request])
         bits = np.zeros(masks.shape[1] * 32, np.uint8)
-        bits[tokens[request, :prompt]] = 1
+        known = tokens[request, :prompt]
+        bits[known[known < len(bits)]] = 1  # placeholders of images may lie beyond
         masks[request] |= np.packbits(bits, bitorder="little").view(np.int32)
         if prefill > prompt:
             np.add.at(counts[request], tokens[request, prompt:prefill], 1)
