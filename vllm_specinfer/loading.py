@@ -45,12 +45,12 @@ def load_sources(
     num_nodes = spec.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
     steps = _steps_on(device)
-    model = vllm_config.model_config
-    vocab_size = model.get_vocab_size() if model.is_multimodal_model else None
     lookups: list[LookupSource] = []
     ssms: list[NeuralSource] = []
     for source in spec.sources:
         if not isinstance(source, SSMSource):
+            model = vllm_config.model_config
+            vocab_size = model.get_vocab_size() if model.is_multimodal_model else None
             lookups.append(lookup_source(source, max_num_reqs, num_nodes, vocab_size))
             continue
         number, config = len(ssms), next(configs)
