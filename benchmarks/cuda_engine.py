@@ -215,16 +215,15 @@ def waits(args: argparse.Namespace) -> str:
     ]
     for llm in engines.values():
         _texts(llm, prompts, params)  # compiles what is compiled on first use
-    calls, counts, sends = 0, Counter(), False
+    calls, counts, senders = 0, Counter(), set()
     send = TreeOutput.get_output
 
     def get_output(output: TreeOutput) -> Any:
-        nonlocal sends
-        sends = True
+        senders.add(threading.get_ident())
         try:
             return send(output)
         finally:
-            sends = False
+            senders.discard(threading.get_ident())
 
     TreeOutput.get_output = get_output
 
@@ -233,8 +232,7 @@ def waits(args: argparse.Namespace) -> str:
 
         def call(*given: Any, **more: Any) -> Any:
             # Who sends a step's output may wait, in a thread of its own or not.
-            main = threading.current_thread() is threading.main_thread()
-            counts[what] += main and not sends
+            counts[what] += threading.get_ident() not in senders
             return original(*given, **more)
 
         setattr(owner, name, call)

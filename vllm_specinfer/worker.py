@@ -160,23 +160,32 @@ class TreeWorker(Worker):
         return compiled
 
     def _maybe_activate_jit_monitor(self) -> None:
-        """Warm up once more before vLLM reports what compiles from now on.
-
-        Now there are graphs, whose trees other kernels verify. Seeds are as before: the
-        made-up requests drew some (vllm/v1/worker/gpu_worker.py).
-        """
+        """Warm up once more before vLLM reports what compiles from now on."""
         if self.vllm_config.kernel_config.enable_jit_warmup:
-            runner, config = self.model_runner, self.vllm_config.model_config
-            if runner.speculator.drafts_ahead:
-                warmup_kernels(runner, self.execute_model, self.sample_tokens)
-                parallel = self.vllm_config.parallel_config
-                set_random_seed(config.seed, parallel.data_parallel_index)
-            with torch.inference_mode():
-                size, dtype = config.get_hidden_size(), config.dtype
-                hidden = torch.zeros(2, size, dtype=dtype, device=self.device)
-                logits = runner.model.compute_logits(hidden)
-                runner.model_state.sampler.warm_up(logits)
+            if self.model_runner.speculator.drafts_ahead:
+                self._warm_up_drafting()
+            self._warm_up_draws()
         super()._maybe_activate_jit_monitor()
+
+    def _warm_up_drafting(self) -> None:
+        """As vLLM did before there were graphs, whose trees other kernels verify.
+
+        Seeds are as before: the made-up requests drew some
+        (vllm/v1/worker/gpu_worker.py).
+        """
+        warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        parallel = self.vllm_config.parallel_config
+        set_random_seed(
+            self.vllm_config.model_config.seed, parallel.data_parallel_index
+        )
+
+    @torch.inference_mode()
+    def _warm_up_draws(self) -> None:
+        """By temperature alone, of logits as the target gives them."""
+        runner, config = self.model_runner, self.vllm_config.model_config
+        shape = 2, config.get_hidden_size()
+        hidden = torch.zeros(shape, dtype=config.dtype, device=self.device)
+        runner.model_state.sampler.warm_up(runner.model.compute_logits(hidden))
 
     def supports_draft_weight_updates(self) -> bool:
         """Weights of SSMs stay: vLLM knows no several, nor heads of fewer rows.

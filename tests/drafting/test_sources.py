@@ -292,15 +292,31 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
                 found = suffixes.find(0, text)
             assert found
             assert sources.learned() != before
+            self._maybe_activate_jit_monitor()
             return "times"
 
+        def _maybe_activate_jit_monitor(self):
+            again.append("after the last warm-up")
+
+    again = []
+
     class Started(TreeWorker, Starts):
-        pass
+        def _warm_up_drafting(self):
+            again.append(budget.observe_step(2, 8.0, True))
+
+        def _warm_up_draws(self):
+            again.append("draws")
 
     worker = Started.__new__(Started)
-    speculator = SimpleNamespace(sources=sources, learn=lessons.learn)
+    worker.vllm_config = SimpleNamespace(
+        kernel_config=SimpleNamespace(enable_jit_warmup=True)
+    )
+    speculator = SimpleNamespace(
+        sources=sources, learn=lessons.learn, drafts_ahead=True
+    )
     worker.model_runner = SimpleNamespace(speculator=speculator)
     assert worker.compile_or_warm_up_model() == "times"
+    assert again == [None, "draws", "after the last warm-up"]
     lessons.learn()
     assert sources.learned() == before and levels._chances.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))
