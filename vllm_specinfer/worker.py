@@ -188,9 +188,9 @@ class TreeWorker(Worker):
         runner.model_state.sampler.warm_up(runner.model.compute_logits(hidden))
 
     def supports_draft_weight_updates(self) -> bool:
-        """Weights of SSMs stay: vLLM knows no several, nor heads of fewer rows.
+        """No: vLLM would load one model, and knows nothing of reduced heads.
 
-        vllm/v1/worker/gpu_worker.py.
+        vllm/v1/worker/gpu_worker.py: _set_draft_weight_update_target.
         """
         return False
 
