@@ -17,7 +17,7 @@ from vllm_specinfer import cli
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = "\n".join(
-    (ROOT / name).read_text() for name in ("README.md", "docs/measured.md")
+    file.read_text() for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 )
 ASSIGNMENT = re.compile(r"(\w+)=(\S*)$")
 
