@@ -69,6 +69,14 @@ def _mend() -> None:
     builder.store = lambda ptr, value, mask: store(
         ptr, value, np.asarray(mask).astype(np.bool_)
     )
+    # Programs of a launch have no order on a GPU: they run from the last to the first.
+    set_grid_idx = builder_cls.set_grid_idx
+
+    def set_mirrored(self: Any, *place: int) -> None:
+        mirrored = np.subtract(self.grid_dim, place) - 1
+        set_grid_idx(self, *mirrored.tolist())
+
+    builder_cls.set_grid_idx = set_mirrored
     # A bfloat16 is stored as an integer, and dots would multiply those.
     dot = builder_cls.create_dot
 
