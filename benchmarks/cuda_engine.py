@@ -59,7 +59,7 @@ from vllm_specinfer.evidence.engines import (
 from vllm_specinfer.evidence.tables import markdown_of, report, write_csv
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.refusals import CUDA_ENV
-from vllm_specinfer.results import installed_versions, write_json
+from vllm_specinfer.results import made_by, write_json
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"
 LLAMA_3_8B = {
@@ -584,8 +584,7 @@ def _machine() -> dict[str, Any]:
         "devices": list(devices),
         "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "cuda": torch.version.cuda,
-        "versions": installed_versions(),
-        "command": sys.argv,
+        **made_by(sys.argv),
     }
 
 

@@ -35,7 +35,7 @@ from vllm_specinfer.kernels.triton.tree_attention import (
     tree_attention,
     tree_attention_ref,
 )
-from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.plots import figure_for
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits
 
@@ -426,11 +426,11 @@ def write(rows: list[dict[str, float]], out: Path) -> str:
 
 def plot(rows: list[dict[str, float]], path: Path) -> None:
     """Times of tree attention over vLLM's, a panel per context length."""
-    pyplot = pyplot_for(path)
-    if pyplot is None:
+    figure = figure_for(path, 11, 3.5)
+    if figure is None:
         return
     contexts = SIZES["context"]
-    figure, panels = pyplot.subplots(1, len(contexts), figsize=(11, 3.5), sharey=True)
+    panels = figure.subplots(1, len(contexts), sharey=True)
     for panel, context in zip(panels, contexts, strict=True):
         for batch in SIZES["batch"]:
             points = [
@@ -445,8 +445,7 @@ def plot(rows: list[dict[str, float]], path: Path) -> None:
         panel.set(title=f"context {context}", xlabel="nodes", ylim=(0, None))
     panels[0].set_ylabel("time, tree / vLLM causal")
     panels[-1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def _ratio(row: dict[str, float], name: str) -> float | None:

@@ -8,7 +8,7 @@ so many; the ratio is the median over the turns. "one level" is one SSM pass ove
 tree's level plus its head and the choice of the next frontier; the goal is at most 3 ms
 on 2 cores. Tokens per step are those of all requests.
 
-"bookkeeping" is what trees cost beyond the models, at most 5% of a step by the goals
+"bookkeeping" is what trees cost beyond the models, at most 5% of a step by the goals.
 A part is the time inside its functions that no other watched function takes:
 
 - build: the choice of children, frontiers, the tables of trees, what attention is told

@@ -156,7 +156,12 @@ def prompt_ids(
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
         prompts = read_prompts(Path(source), tokenizer, max_tokens=0)
-    taken = min(count or len(prompts), len(prompts))
+    return spread(prompts, count or len(prompts))
+
+
+def spread(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """So many of the prompts, or all there are, from all over them."""
+    taken = min(count, len(prompts))
     return [prompts[i * len(prompts) // taken] for i in range(taken)]
 
 

@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_specinfer import compat, refusals, seams
-from vllm_specinfer.plugin import DISABLE_ENV, disabled
+from vllm_specinfer.evidence.engines import stay_in_process
+from vllm_specinfer.flags import DISABLE_ENV
+from vllm_specinfer.plugin import disabled
+from vllm_specinfer.results import version_of
 from vllm_specinfer.seams import VllmSource
 
 ENTRY_POINT = "specinfer"
-# Quiet, in this process, and small: the engines of the run below are tiny.
-RUN_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
 NUM_TOKENS = 5
 
 
@@ -28,7 +25,7 @@ def check(runs: bool) -> int:
     Args:
         runs: Generate a few tokens with tiny random models, too.
     """
-    os.environ.update({k: v for k, v in RUN_ENV.items() if k not in os.environ})
+    stay_in_process()
     checks = [_versions, _plugin, _torchvision, _vllm, _platform, _kernels]
     if runs:
         checks.append(_run)
@@ -72,17 +69,10 @@ def _fails(look: Callable[[], Iterator[str]]) -> bool:
 def _versions() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.machine()}"
     for wanted in ("vllm-specinfer", "vllm or vllm-cpu", "torch", "transformers"):
-        found = [name for name in wanted.split(" or ") if _version(name)]
+        found = [name for name in wanted.split(" or ") if version_of(name)]
         if not found:
             raise ModuleNotFoundError(f"{wanted} must be installed")
-        yield from (f"{name} {_version(name)}" for name in found)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        yield from (f"{name} {version_of(name)}" for name in found)
 
 
 def _plugin() -> Iterator[str]:
@@ -102,17 +92,17 @@ def _plugin() -> Iterator[str]:
 
 def _torchvision() -> Iterator[str]:
     """Transformers imports it where it is installed; without it text models do."""
-    if _version("torchvision") is None:
+    if version_of("torchvision") is None:
         return
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
         raise ImportError(
-            f"torchvision {_version('torchvision')} must be built for torch "
-            f"{_version('torch')}, or go: pip uninstall torchvision torchaudio "
+            f"torchvision {version_of('torchvision')} must be built for torch "
+            f"{version_of('torch')}, or go: pip uninstall torchvision torchaudio "
             f"torchcodec; got {error}"
         ) from error
-    yield f"torchvision {_version('torchvision')}"
+    yield f"torchvision {version_of('torchvision')}"
 
 
 def _vllm() -> Iterator[str]:

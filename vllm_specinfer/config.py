@@ -202,7 +202,7 @@ class SpecInferConfig(SpeculativeConfig):
     def static_reason(self) -> str | None:
         """Why nodes do not follow the load, None where they do."""
         if self.scheduler == "static":
-            return f"the scheduler is {self.scheduler!r}"
+            return "the scheduler is 'static'"
         if not all(isinstance(tree, BestFirstTree) for tree in self.options.trees):
             return "the tree is an expansion"
         if self.verification_rule not in ("coupled", "naive"):
@@ -244,12 +244,7 @@ class SpecInferConfig(SpeculativeConfig):
         return 0
 
     def __repr__(self) -> str:
-        return (
-            f"SpecInferConfig(sources={self.sources}, tree={self.tree}, "
-            f"num_speculative_tokens={self.num_speculative_tokens}, "
-            f"verification={self.verification_rule!r}, scheduler={self.scheduler!r}, "
-            f"scheduler_file={self.options.scheduler_file!r})"
-        )
+        return f"SpecInferConfig({self.options})"
 
 
 def build_ssm_model_config(

@@ -85,8 +85,6 @@ def row_sizes(
     if is_host(device):
         from vllm_specinfer.kernels.cpu import linear
 
-        if not linear.multiplies_in(target):
-            return []
         nodes = vllm_config.speculative_config.num_speculative_tokens
         most = vllm_config.scheduler_config.max_num_seqs * (nodes + 1)
         return linear.row_sizes(target, most)
@@ -106,7 +104,7 @@ def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
         *(vllm_config.cache_config.cache_dtype, repr(vllm_config.offload_config)),
         vllm_config.compilation_config.cudagraph_mode,
         vllm_config.scheduler_config.async_scheduling,
-        *(repr(spec), repr(spec.options)),
+        repr(spec.options),
         sources.learned()["predictors"],
     )
     return BudgetMemory(file, sources)

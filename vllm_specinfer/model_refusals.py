@@ -167,7 +167,7 @@ def _unsupported_attention(model: "ModelConfig") -> str | None:
         ("a diffusion model", model.is_diffusion),
         # is_hybrid first: a hybrid also has an inner state.
         ("a hybrid with recurrent layers", model.is_hybrid),
-        ("a recurrent state", model.has_inner_state and not model.is_hybrid),
+        ("a recurrent state", model.has_inner_state),
         ("no attention", model.is_attention_free),
         ("MLA", model.use_mla or model.is_deepseek_mla),
         (

@@ -4,7 +4,8 @@ Life of a step, as vLLM's runner calls it (vllm/v1/worker/gpu/model_runner.py):
 1. `preprocess_state` lays the live trees over the batch's rows,
 2. `prepare_attn` hands each row's visibility to the attention builder,
 3. `prepare_inputs` returns depth positions,
-4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`.
+4. after the forward pass `TreeSampler` asks `plan_of` and calls `commit`,
+   on CUDA `commit_walks`.
 """
 
 import time
@@ -79,13 +80,13 @@ class TreeModelState(DefaultModelState):
         *,
         trees: TreeTable,
         drafter: "TreeSpeculator",
-        verification: str,
+        tests_draws: bool,
         draft_layer_names: set[str],
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._trees = trees
         self._drafter = drafter
-        self._verification = verification
+        self._tests_draws = tests_draws
         self._draft_layer_names = draft_layer_names
         self._planned: tuple[InputBatch | None, StepPlan | DevicePlan | None] = (
             None,
@@ -217,7 +218,7 @@ class TreeModelState(DefaultModelState):
             self._positions,
             commit,
             self._drafter.on_time,
-            self._verification,
+            self._tests_draws,
         )
         return sampler, self._verifier
 

@@ -81,11 +81,6 @@ class ExpansionTree:
         return len(self.widths)
 
     @property
-    def max_width(self) -> int:
-        """Nodes of the largest level."""
-        return max(self.level_sizes)
-
-    @property
     def least_score(self) -> float:
         """Every node is kept."""
         return -math.inf

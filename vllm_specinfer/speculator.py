@@ -178,7 +178,7 @@ class TreeSpeculator(DraftModelSpeculator):
             TreeModelState,
             trees=self._trees,
             drafter=self,
-            verification=self.speculative_config.verification_rule,
+            tests_draws=self._tests_draws,
             draft_layer_names=set(layers) - target_attn_layer_names,
         )
         # vLLM reads two class attributes of what it is about to construct.
@@ -215,7 +215,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
         """The request in this slot gets blocks, of each KV cache group."""
         for source in self.sources.ssms:
-            source.ssm.kv.add_blocks(slot, block_ids)
+            source.ssm.kv.blocks.append(slot, block_ids)
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""

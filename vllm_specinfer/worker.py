@@ -65,7 +65,8 @@ class TreeOutput(AsyncModelRunnerOutput):
 class TreeWorker(Worker):
     """Put before one of vLLM's workers: tree attention, tree drafting, statistics.
 
-    vLLM's CPU worker must be imported before this module.
+    On a CPU vLLM's worker for CPUs must be imported before this module: it mends
+    torch's interface to accelerators, which vLLM's GPU worker reads at import.
     """
 
     def register_attention(self) -> None:

@@ -12,7 +12,8 @@ from vllm.v1.spec_decode.ngram_proposer import (
 )
 
 from vllm_specinfer.drafting.device_lookup import DeviceLookup
-from vllm_specinfer.drafting.lookup import LookupSource, Ngrams, chance_after
+from vllm_specinfer.drafting.lookup import LookupSource, chance_after
+from vllm_specinfer.drafting.ngram import Ngrams
 from vllm_specinfer.drafting.suffix import MIN_OWN, MIN_PAST, PAST_TRUST, Suffixes
 from vllm_specinfer.options import NgramSource, SuffixSource
 from vllm_specinfer.tree.token_tree import ROOT

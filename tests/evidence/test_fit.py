@@ -239,7 +239,6 @@ def test_traces_that_cannot_be_fitted_are_refused(tmp_path, capsys):
     for traces, options, sentence in (
         ([tmp_path / "trace.jsonl"], [], "must hold at least 4 prompts"),
         ([whole, other], [], "must be of one tree; got [2, 1] and [1]"),
-        ([whole], ["--size", "-1"], "sizes must be from 0 to 256; got -1"),
     ):
         arguments = ["fit-scheduler", *traces, "--out", tmp_path / "x.json", *options]
         assert cli.main([str(a) for a in arguments]) == 1

@@ -35,6 +35,9 @@ def prepare() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1"
     let_vllm_use_triton()
     _mend()
+    # What nobody has written may hold anything: NaN and the highest integers.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def let_vllm_use_triton() -> None:

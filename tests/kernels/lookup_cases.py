@@ -59,7 +59,7 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
     tokens = np.zeros((NUM_SLOTS, MAX_LEN), np.int32)
     lengths = np.zeros(NUM_SLOTS, np.int32)
     texts = Texts(*(torch.tensor(a, device=device) for a in (tokens, lengths)))
-    lookup = host.on_device(TextCopies(texts))
+    lookup = host.for_device(TextCopies(texts))
     correction = [(1.0, 0.0), (0.5, 0.0), (1.0, 0.3)][seed % 3]
     vocab, results = int(rng.choice([2, 6, 40])), []
     # Since all was forgotten.
@@ -104,7 +104,8 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
 
 def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
     """What both find each time: depth, parent, token and log chance of each node."""
-    from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
+    from vllm_specinfer.drafting.lookup import LookupSource
+    from vllm_specinfer.drafting.ngram import Ngrams
     from vllm_specinfer.drafting.text_copies import TextCopies, Texts
     from vllm_specinfer.options import NgramSource
 

@@ -38,12 +38,6 @@ from vllm_specinfer.tree.token_tree import chain_bits, num_words
 # vLLM's (benchmarks/cpu_attention.py).
 MAX_CHAIN = 32
 
-_FP8_DTYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
 
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata):
@@ -241,7 +235,9 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
         num_tokens = attn_metadata.num_actual_tokens
         query = query[:num_tokens]
         if self.is_fp8_kv_cache:
-            kv_cache = kv_cache.view(_FP8_DTYPES[self.kv_cache_dtype])
+            is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
+            fp8 = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
+            kv_cache = kv_cache.view(fp8)
         tree_attention(
             query,
             kv_cache,

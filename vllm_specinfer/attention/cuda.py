@@ -3,7 +3,7 @@
 Steps without a tree and steps with a prefill run on vLLM's kernel, where the rows of
 trees are then run again by ours. A step whose requests all have as few rows as a tree
 may have runs on ours alone, trees and causal rows in one launch; so do captured graphs,
-which find the trees of a step in buffers that the builder fills. Not yet run on a GPU.
+which find the trees of a step in buffers that the builder fills.
 """
 
 import functools

@@ -46,13 +46,11 @@ def attend_rows(
         if num_rows == 0 or not (is_tree or chains):
             continue
         context = int(tree.context_lens[r]) if is_tree else length - num_rows
-        nodes = torch.arange(length - context, device=query.device)
         visible = query.new_ones(num_rows, length, dtype=torch.bool)
         if is_tree:
-            words = tree.ancestor_bits[start:end, nodes // 64]
-            visible[:, context:] = (words >> (nodes % 64)) & 1 == 1
+            visible[:, context:] = tree.visible(slice(start, end), length - context)
         else:
-            visible[:, context:] = nodes <= nodes[:, None]
+            visible[:, context:].tril_()
         if window:
             later = visible.sum(1, keepdim=True) - visible.cumsum(1)
             visible &= later < window

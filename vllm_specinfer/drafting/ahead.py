@@ -2,8 +2,7 @@
 
 The host decides from what earlier steps have cost and brought; how long the texts are,
 what was accepted and which nodes are the likeliest is the device's business. What it
-has found the host learns with the output of the step that verifies it. Not yet run on a
-GPU.
+has found the host learns with the output of the step that verifies it.
 
 Dimension legend: R requests, N nodes per request, Q sources, C candidates per request.
 """

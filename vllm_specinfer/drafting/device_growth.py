@@ -4,7 +4,7 @@ The definition is `TreeGrowth`. Here all shapes are fixed, so that captured grap
 grow trees: every request has as many rows at a level as a level can have, and a mask
 says which are nodes. A row costs the same whether it is one, so a best-first tree
 expands all that may be among its N best. The kernels of `kernels/triton/growth.py`
-grow it. Not yet run on a GPU.
+grow it.
 
 Dimension legend: R requests, D levels, F nodes of a level per request, K children of
 each, C candidates per request, N nodes per request, W 64-bit words per bit row.

@@ -1,7 +1,7 @@
 """Suffix lookup where the host does not look on.
 
 The definition is `Suffixes`. Here the texts are scanned instead of indexed, and all
-shapes are fixed, so that captured graphs can do it. Not yet run on a GPU.
+shapes are fixed, so that captured graphs can do it.
 
 Dimension legend: S request slots, R requests, Q searches, P places per search, N nodes
 of a tree, G tokens per generation of past texts.

@@ -3,7 +3,7 @@
 The host fills the inputs and launches as many levels as usually pay. Then it either
 waits once, for the candidates of all of them (`grow`), or goes on without them
 (`follow`): even how long the texts are it does not need to know. Growing on the host
-(`NeuralSource`) it waits for each level. Not yet run on a GPU.
+(`NeuralSource`) it waits for each level.
 
 Dimension legend: R requests, C candidates per request, T rows of a request that catch
 up.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from vllm_specinfer.drafting.children import ChildChooser, DraftRows
+from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser, DraftRows
 from vllm_specinfer.drafting.graphs import graph_sizes
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.text_copies import Texts
@@ -38,7 +38,6 @@ class DeviceTrees:
         chooser: ChildChooser,
         tree: Tree,
         num_nodes: int,
-        num_candidates: int,
         max_num_reqs: int,
         texts: Texts,
         window: int,
@@ -50,7 +49,6 @@ class DeviceTrees:
             chooser: Says how children of its nodes are chosen.
             tree: The shape of its trees.
             num_nodes: Nodes to keep per tree.
-            num_candidates: So many of the likeliest tokens a draw is made from.
             max_num_reqs: Requests of the largest graphs.
             texts: Of all slots.
             window: Most tokens that a step adds to a text (T).
@@ -64,7 +62,7 @@ class DeviceTrees:
                 size,
                 [
                     TreeGraphs(ssm, chooser, tree, num_nodes, size, m, texts, window)
-                    for m in (1, num_candidates)
+                    for m in (1, NUM_CANDIDATES)
                 ],
             )
             for size in graph_sizes(max_num_reqs)

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specinfer.drafting.host_blocks import BlockIds, HostBlocks
+from vllm_specinfer.drafting.host_blocks import HostBlocks
 from vllm_specinfer.drafting.written_blocks import WrittenBlocks
 
 
@@ -63,10 +63,6 @@ class DraftKV:
         self._num_read[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
         )
-
-    def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
-        """The slot's request gets blocks in the step that comes."""
-        self.blocks.append(slot, block_ids)
 
     def limits(self, slots: np.ndarray) -> np.ndarray:
         """[R] rows that the request owns K/V slots for."""

@@ -54,8 +54,6 @@ class EagleHead(NeuralSSM):
         self._dtype = vllm_config.model_config.dtype
         # By slot: the states [rows, D] of its last rows, not yet read.
         self._kept: dict[int, list[torch.Tensor]] = {}
-        # The head's own states [F, H] of its last pass.
-        self._own = torch.empty(0, 0)
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the head's K/V, too."""
@@ -118,21 +116,16 @@ class EagleHead(NeuralSSM):
         return self.model(input_ids, positions, states)
 
     def _taken(self, outputs: Outputs) -> torch.Tensor:
-        hidden, self._own = outputs
+        hidden, self.own_states = outputs
         return hidden
-
-    @property
-    def own_states(self) -> torch.Tensor:
-        """[F, H] of the last pass."""
-        return self._own
 
     def no_states(self, num_rows: int) -> torch.Tensor:
         """[F, H] zeros."""
         return self.combined(self.target_states(num_rows))
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor:
-        return self._own[stage(self.device, frontier.parents)[0]]
+        return self.own_states[stage(self.device, frontier.parents)[0]]
 
     def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        self._own = self._own[rows]
+        self.own_states = self.own_states[rows]
         return hidden[rows]

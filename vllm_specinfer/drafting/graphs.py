@@ -5,7 +5,7 @@ fills. What is not needed is padding: requests without rows, rows whose K/V goes
 nowhere. Levels that the host chooses and short catch-up passes are the same graph, as
 the kernel of tree attention takes both; trees that grow on the device have graphs of
 their own (`tree_graphs.py`). vLLM's speculator with a draft model has no graphs
-(vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py). Not yet run on a GPU.
+(vllm/v1/worker/gpu/spec_decode/standalone_ar/speculator.py).
 
 Dimension legend: R requests, F rows of all of them, W 64-bit words per bit row.
 """

@@ -10,7 +10,6 @@ import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
-from vllm_specinfer.options import NgramSource
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import FEATURES, Predictor, node_features
 from vllm_specinfer.tree.candidates import Candidates
@@ -37,7 +36,8 @@ def chance_after(length: int) -> float:
 
 
 class Lookup(Protocol):
-    """Knows texts; what keeps nothing between steps has only the last two methods."""
+    """Knows texts; what keeps nothing between steps inherits the first three methods,
+    which do nothing."""
 
     def start(self, slot: int) -> None:
         """A request starts in a slot."""
@@ -51,7 +51,7 @@ class Lookup(Protocol):
     def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
         """What may follow a request's tokens [n] int32; parents before children."""
 
-    def on_device(self, copies: "TextCopies") -> "DeviceSuffixes | DeviceNgrams":
+    def for_device(self, copies: "TextCopies") -> "DeviceSuffixes | DeviceNgrams":
         """The same for texts that the host does not know."""
 
 
@@ -73,7 +73,7 @@ class LookupSource:
 
     def capture(self, copies: "TextCopies") -> None:
         """Look up on the device, too."""
-        self.on_device = self._lookup.on_device(copies)
+        self.on_device = self._lookup.for_device(copies)
         self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
@@ -158,50 +158,3 @@ class LookupSource:
             step.roots.temperatures[r],
             self.predictor.guesses.recent([slot]),
         )
-
-
-class Ngrams(Lookup):
-    """What followed the earliest of the longest matches within the request's tokens.
-
-    Finds what vLLM's method "ngram" finds (vllm/v1/spec_decode/ngram_proposer.py),
-    without numba, whose compiled library breaks vLLM's start of a second CPU engine.
-    """
-
-    def __init__(self, source: NgramSource, max_depth: int) -> None:
-        """Set the limits.
-
-        Args:
-            source: The shortest and the longest match.
-            max_depth: Most tokens to propose.
-        """
-        self._source, self._max_depth = source, max_depth
-
-    def on_device(self, copies: "TextCopies") -> "DeviceNgrams":
-        """The same where the host does not look on."""
-        # Its kernel needs Triton.
-        from vllm_specinfer.drafting.device_ngram import DeviceNgrams
-
-        return DeviceNgrams(copies, self._source, self._max_depth)
-
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
-        """The chain of tokens after the match."""
-        length, place = self._longest_match(tokens)
-        if length < self._source.prompt_lookup_min:
-            return []
-        chain = tokens[place : place + self._max_depth].tolist()
-        return [
-            (depth - 1 if depth else ROOT, token, chance_after(length + depth))
-            for depth, token in enumerate(chain)
-        ]
-
-    def _longest_match(self, tokens: np.ndarray) -> tuple[int, int]:
-        """The length of the longest match and the first place after one."""
-        places = np.arange(1, len(tokens))
-        length = first = 0
-        while length < self._source.prompt_lookup_max:
-            places = places[places > length]
-            places = places[tokens[places - length - 1] == tokens[-length - 1]]
-            if not len(places):
-                break
-            length, first = length + 1, int(places[0])
-        return length, first

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_specinfer.drafting.children import NUM_CANDIDATES, ChildChooser, DraftRows
+from vllm_specinfer.drafting.children import ChildChooser, DraftRows
 from vllm_specinfer.drafting.graphs import GraphShape
 from vllm_specinfer.drafting.growth import TreeGrowth, level_sizes, level_words
 from vllm_specinfer.drafting.source import DraftStep, DrawsByNode, Proposal
@@ -103,7 +103,7 @@ class NeuralSource:
         self.ssm.capture(GraphShape(num_reqs, rows, self.num_words(window)))
         self.on_device = DeviceTrees(
             *(self.ssm, self.chooser, self.tree, self.num_nodes),
-            *(NUM_CANDIDATES, num_reqs, texts, window),
+            *(num_reqs, texts, window),
         )
 
     def start(self, slot: int, request: NewRequestData) -> None:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
-from vllm_specinfer.drafting.lookup import LookupSource, Ngrams
+from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
+from vllm_specinfer.drafting.ngram import Ngrams
 from vllm_specinfer.drafting.source import DraftStep, Proposal, Source
 from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.drafting.suffix import Suffixes
@@ -308,12 +309,12 @@ class SourceSet:
             KeyError, TypeError, ValueError: This is not what `learned` returns.
         """
         distrust = finite(learned["distrust"], (len(self.all()),)).tolist()
-        self._budget.recall(learned["budget"])
-        for source, of_source in zip(self.all(), distrust, strict=True):
-            source.calibration.distrust = of_source
         predictors = learned.get("predictors", [])
         for predictor, state in zip(self._predictors(), predictors, strict=True):
             predictor.recall(state)
+        self._budget.recall(learned["budget"])
+        for source, of_source in zip(self.all(), distrust, strict=True):
+            source.calibration.distrust = of_source
 
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]

@@ -51,6 +51,8 @@ class NeuralSSM:
     lookahead = 0
     # Rows read states of the target beside their tokens.
     reads_states = False
+    # [F, H] what children of the last pass's rows read of them; None for nothing.
+    own_states: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -389,11 +391,6 @@ class NeuralSSM:
     def combined(self, states: torch.Tensor) -> torch.Tensor:
         """What rows read, given the target's states."""
         raise NotImplementedError
-
-    @property
-    def own_states(self) -> torch.Tensor | None:
-        """What children of the last pass's rows read of them; None for nothing."""
-        return None
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor | None:
         """What the nodes of a level read besides their tokens."""

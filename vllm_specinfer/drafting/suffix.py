@@ -116,7 +116,7 @@ class Suffixes:
         own.extend(tokens[len(own.tokens) :].tolist())
         return own
 
-    def on_device(self, copies: "TextCopies") -> "DeviceSuffixes":
+    def for_device(self, copies: "TextCopies") -> "DeviceSuffixes":
         """The same where the host does not look on; it begins without past texts."""
         # Its kernel needs Triton.
         from vllm_specinfer.drafting.device_suffix import DeviceSuffixes

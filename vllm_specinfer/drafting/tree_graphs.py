@@ -1,7 +1,7 @@
 """The captured passes of an SSM over the levels of trees, for so many requests.
 
 Each level is one graph: its nodes run, and their children join the candidates. Before
-the first, another graph may read what is new in the texts. Not yet run on a GPU.
+the first, another graph may read what is new in the texts.
 
 Dimension legend: R requests, F nodes of a level per request, K children of each, H
 width of hidden states, D of a target's, T rows of a request that catch up.

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -12,19 +13,20 @@ from vllm_specinfer.options import METHOD
 from vllm_specinfer.parse_sources import MANIFEST, is_hub_id
 
 
-def at_least(kind: type, least: float) -> Callable[[str], Any]:
-    """Numbers of a kind, none of them smaller."""
+def at_least(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """Numbers of a kind, none of them smaller, or larger than the most."""
 
     def number(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not value >= least:
+        if value is None or not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(
-                f"must be {what} of at least {least}; got {text}"
-            )
+            bounds = f"at least {least}"
+            if most < math.inf:
+                bounds += f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"must be {what} of {bounds}; got {text}")
         return value
 
     return number

@@ -36,7 +36,7 @@ from vllm_specinfer.evidence.engines import (
     start_engine,
 )
 from vllm_specinfer.evidence.measured import PLAIN, Cell, Measured, Results, report
-from vllm_specinfer.results import installed_versions, write_json
+from vllm_specinfer.results import made_by, write_json
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,6 @@ class BenchSettings:
                 "vLLM 0.32 starts one engine with method 'ngram' per process; got "
                 f"more: {', '.join(self.configs)}"
             )
-        if min(self.batches) < 1:
-            raise ValueError(f"batches must be at least 1; got {self.batches}")
-        if self.starts < 1:
-            raise ValueError(f"starts must be at least 1; got {self.starts}")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2; got {self.max_tokens}")
         if not 0 <= self.range_ratio < 1:
@@ -104,10 +100,11 @@ class BenchSettings:
         return round(self.max_tokens * (1 + self.range_ratio))
 
     def lengths(self, count: int) -> list[int]:
-        """Of so many answers, in no order."""
+        """Of so many answers, in no order; each of a token at least."""
         spread = (np.random.default_rng(0).permutation(count) + 0.5) / count
         factors = 1 + self.range_ratio * (2 * spread - 1)
-        return (self.max_tokens * factors).round().astype(int).tolist()
+        lengths = (self.max_tokens * factors).round().astype(int)
+        return np.maximum(lengths, 1).tolist()
 
 
 # [p][tokens] by name of the set.
@@ -166,8 +163,7 @@ def circumstances(settings: BenchSettings, command: Sequence[str]) -> dict[str, 
     """What a comparison depends on, for the record."""
     return {
         "settings": asdict(settings),
-        "command": list(command),
-        "versions": installed_versions(),
+        **made_by(command),
         "cpu": cpuinfo.get_cpu_info().get("brand_raw"),
         "cores": os.cpu_count(),
     }
@@ -278,8 +274,7 @@ def choose(prompts: list[list[int]], batch: int, max_turns: int) -> list[list[in
     The first turn and the last requests, which do not count, need as many each.
     """
     wanted = batch * (max_turns + 2 * (batch > 1)) if max_turns else len(prompts)
-    wanted = min(wanted, len(prompts))
-    return [prompts[i * len(prompts) // wanted] for i in range(wanted)]
+    return assets.spread(prompts, wanted)
 
 
 def num_turns(num_prompts: int, batch: int) -> int:

@@ -83,20 +83,17 @@ def _record(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.engines import stay_in_process
 
     stay_in_process()
-    from vllm_specinfer.evidence.record import record
+    from vllm_specinfer.evidence.record import Answers, record
 
-    record(
-        args.out,
+    answers = Answers(
         target=args.target or str(assets.smollm2()),
-        ssm=args.ssm,
-        source=args.prompts,
-        tree=args.tree,
+        prompts=args.prompts,
+        temperatures=[args.temperature],
         max_prompts=args.max_prompts,
         max_tokens=args.max_tokens,
-        temperature=args.temperature,
         engine=args.engine,
-        command=sys.argv,
     )
+    record(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv)
     print(f"trace in {args.out}; now vllm-specinfer simulate {args.out}")
     return 0
 
@@ -119,7 +116,7 @@ def fit_options(parser: argparse.ArgumentParser) -> None:
     """What is fitted, and compared by costs."""
     parser.add_argument(
         "--size",
-        type=int,
+        type=at_least(int, 0, MAX_SIZE),
         default=DEFAULT_SIZE,
         help=f"hidden units, 0 for none ({DEFAULT_SIZE})",
     )
@@ -188,7 +185,11 @@ def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
         "--out", type=out_file, required=True, help="the file for scheduler.file, JSON"
     )
     parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[0, 8, 32], help="to compare (0 8 32)"
+        "--sizes",
+        type=at_least(int, 0, MAX_SIZE),
+        nargs="*",
+        default=[0, 8, 32],
+        help="to compare (0 8 32)",
     )
     fit_options(parser)
     parser.set_defaults(run=_fit_scheduler)
@@ -198,9 +199,6 @@ def _fit_scheduler(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.fit import fit_scheduler
     from vllm_specinfer.evidence.simulate import read_costs
 
-    for size in (args.size, *args.sizes):
-        if not 0 <= size <= MAX_SIZE:
-            raise ValueError(f"sizes must be from 0 to {MAX_SIZE}; got {size}")
     costs = args.costs and read_costs(args.costs, args.level_seconds, batch=1)
     fitted = fit_scheduler(
         args.traces,
@@ -250,17 +248,21 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         "--temperatures", type=at_least(float, 0), nargs="+", default=[0.0]
     )
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
+        "--batches",
+        type=at_least(int, 1),
+        nargs="+",
+        default=[1],
+        help="requests in flight (1)",
     )
     parser.add_argument(
         "--starts",
-        type=int,
+        type=at_least(int, 1),
         default=2,
         help="measure so often, the engines started in alternating orders (2)",
     )
     parser.add_argument(
         "--max-turns",
-        type=int,
+        type=at_least(int, 0),
         default=0,
         help="turns that count, of each batch size and start; 0 (default): all that "
         "the prompts allow",

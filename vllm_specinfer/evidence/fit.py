@@ -7,7 +7,6 @@ Each fourth prompt is held out: nothing is fitted to it or chosen by it.
 Dimension legend: S steps, C nodes of the widest tree, X features, n samples.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from vllm_specinfer.evidence.replay import compare
 from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.tables import markdown_of, write_csv
 from vllm_specinfer.evidence.trace import Trace, read_trace
-from vllm_specinfer.plots import pyplot_for
-from vllm_specinfer.results import installed_versions
+from vllm_specinfer.plots import figure_for
+from vllm_specinfer.results import made_by, write_json
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import (
     DEFAULT_SIZE,
@@ -240,13 +239,8 @@ def fit_scheduler(
             )
     held_out = [held_out_steps(trace) for trace in whole]
     predictor, rows = _fitted(whole, np.concatenate(held_out), size, sizes, out)
-    about = {
-        "traces": [trace.about for trace in whole],
-        "command": list(command),
-        "versions": installed_versions(),
-    }
-    state = {"predictor": predictor.learned(), "about": about}
-    out.write_text(json.dumps(state, indent=1) + "\n")
+    about = {"traces": [trace.about for trace in whole], **made_by(command)}
+    write_json(out, {"predictor": predictor.learned(), "about": about})
     write_csv(out.with_suffix(".csv"), rows)
     text, schedulers = markdown_of(rows), []
     if costs is not None:
@@ -320,10 +314,10 @@ def _calibration_error(predicted: np.ndarray, actual: np.ndarray) -> float:
 
 def _plot(predicted: dict[str, np.ndarray], nodes: Nodes, file: Path) -> None:
     """Actual over predicted, of nodes and of matched lengths."""
-    pyplot = pyplot_for(file)
-    if pyplot is None:
+    figure = figure_for(file, 11, 4.5)
+    if figure is None:
         return
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    left, right = figure.subplots(1, 2)
     for name, logs in predicted.items():
         chances = np.exp(logs[nodes.tested])
         left.plot(*groups(chances, nodes.right[nodes.tested]), "o-", label=name)
@@ -333,6 +327,4 @@ def _plot(predicted: dict[str, np.ndarray], nodes: Nodes, file: Path) -> None:
         axes.axline((0, 0), slope=1, color="gray", linewidth=0.8)
         axes.set(xlabel=f"predicted {what}", ylabel=f"actual {what}")
         axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(file)

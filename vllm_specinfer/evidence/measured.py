@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specinfer.evidence.tables import markdown, write_csv
-from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.plots import figure_for
 
 PLAIN = "plain"
 QUARTILES = (25, 50, 75)
@@ -137,26 +137,22 @@ def _by_quartile(name: str, values: np.ndarray) -> dict[str, float]:
 
 def _plot(file: Path, results: Results, draw: Any) -> None:
     """One panel per set of prompts and temperature, two in a row."""
-    pyplot = pyplot_for(file)
-    if pyplot is None:
-        return
     panels = collections.defaultdict(dict)
     for (source, temperature, batch), methods in results.items():
         panels[source, temperature][batch] = methods
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False, sharey=True
-    )
+    figure = figure_for(file, 6 * columns, 4 * rows)
+    if figure is None:
+        return
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for empty in axes.flat[len(panels) :]:
         empty.remove()
     for panel, (key, by_batch) in zip(axes.flat, panels.items(), strict=False):
         draw(panel, dict(sorted(by_batch.items())))
         panel.set_title(f"{Path(key[0]).stem}, T = {key[1]:g}")
         panel.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(file)
 
 
 def _draw_ratios(axes: Any, by_batch: dict[int, dict[str, Measured]]) -> None:

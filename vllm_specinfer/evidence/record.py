@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +16,7 @@ from vllm_specinfer.evidence.engines import runner_of, start_engine, tree_counts
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parse_trees import parse_tree
-from vllm_specinfer.results import installed_versions
+from vllm_specinfer.results import made_by
 
 MAX_NUM_SEQS = 8
 
@@ -72,30 +73,43 @@ class Recorder:
         self._observe(slot, accepted)
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What an engine answers.
+
+    Attributes:
+        target: Folder or hub id.
+        prompts: As `assets.prompt_ids` takes them.
+        temperatures: All prompts are answered at each.
+        max_prompts: Spread over the prompts; 0 for all.
+        max_tokens: Of each answer.
+        engine: Further arguments of `vllm.LLM`.
+    """
+
+    target: str
+    prompts: str
+    temperatures: Sequence[float]
+    max_prompts: int
+    max_tokens: int
+    engine: dict[str, Any]
+
+
 def record(
     out: Path,
-    target: str,
+    answers: Answers,
     ssm: str,
-    source: str,
     tree: str,
-    max_prompts: int,
-    max_tokens: int,
     temperature: float,
-    engine: dict[str, Any],
     command: Sequence[str],
 ) -> None:
     """Answer prompts with a wide tree in every step and write the trace.
 
     Args:
         out: The trace; it appears once it is whole.
-        target: Folder or hub id.
+        answers: What is answered.
         ssm: What is `model` in a speculative config: an SSM, a pool, a lookup.
-        source: Prompts, as `assets.prompt_ids` takes them.
         tree: The expansion.
-        max_prompts: Use no more; 0 for all.
-        max_tokens: Of each answer.
         temperature: Of each answer; each prompt has a seed of its own.
-        engine: Further arguments of `vllm.LLM`.
         command: The command line, for the record.
 
     Raises:
@@ -105,26 +119,25 @@ def record(
     from vllm import SamplingParams
 
     shape = parse_tree(tree)
-    prompts = assets.prompt_ids(source, max_prompts, target)
-    room = max(map(len, prompts)) + max_tokens + shape.num_nodes + 1
+    prompts = assets.prompt_ids(answers.prompts, answers.max_prompts, answers.target)
+    room = max(map(len, prompts)) + answers.max_tokens + shape.num_nodes + 1
     config = {"method": METHOD, "model": ssm, "tree": shape.widths}
     config["scheduler"] = "static"
     # What is drafted for ahead of the host does not pass by the recorder.
-    engine = {**engine, "async_scheduling": False}
-    llm = start_engine(target, room, MAX_NUM_SEQS, config, engine)
+    engine = {**answers.engine, "async_scheduling": False}
+    llm = start_engine(answers.target, room, MAX_NUM_SEQS, config, engine)
     params = [
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i)
+        SamplingParams(temperature=temperature, max_tokens=answers.max_tokens, seed=i)
         for i in range(len(prompts))
     ]
     about = {
-        "target": target,
+        "target": answers.target,
         "ssm": ssm,
-        "prompts": source,
+        "prompts": answers.prompts,
         "tree": shape.widths,
         "temperature": temperature,
-        "max_tokens": max_tokens,
-        "command": list(command),
-        "versions": installed_versions(),
+        "max_tokens": answers.max_tokens,
+        **made_by(command),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_suffix(".unfinished")

@@ -28,14 +28,9 @@ import numpy as np
 from vllm_specinfer.drafting.growth import TreeGrowth
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.evidence.trace import Trace
-from vllm_specinfer.options import (
-    DEFAULT_MIN_PROBABILITY,
-    BestFirstTree,
-    ExpansionTree,
-    Tree,
-)
+from vllm_specinfer.options import DEFAULT_MIN_PROBABILITY, ExpansionTree, Tree
 from vllm_specinfer.parse_trees import default_tree, parse_tree
-from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.plots import figure_for
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -118,16 +113,13 @@ def simulate(trace: Trace, name: str, tree: Tree, num_nodes: int) -> Simulated:
             f"{list(tree.widths)}"
         )
     num_steps = len(trace.parents)
-    least = -np.inf
-    if isinstance(tree, BestFirstTree) and tree.min_probability:
-        least = np.log(tree.min_probability)
     no_limit = np.full(num_steps, np.iinfo(np.int32).max)
     growth = TreeGrowth(
         tree,
         num_nodes,
         capacity=no_limit,
         max_depth=no_limit,
-        least=np.full(num_steps, least),
+        least=np.full(num_steps, tree.least_score),
     )
     steps, nodes = np.arange(num_steps), np.full(num_steps, ROOT)
     levels = np.zeros(num_steps, int)
@@ -138,7 +130,7 @@ def simulate(trace: Trace, name: str, tree: Tree, num_nodes: int) -> Simulated:
         if frontier is None:
             break
         steps, nodes = frontier.requests, frontier.tokens
-    kept = growth.finish().best(num_nodes, least).tokens
+    kept = growth.finish().best(num_nodes, tree.least_score).tokens
     is_node = kept != NO_TOKEN
     on_path = trace.on_path[np.arange(num_steps)[:, None], kept] & is_node
     return Simulated(name, on_path.sum(axis=1), is_node.sum(axis=1), levels)
@@ -239,13 +231,11 @@ def report(
 
 def _plot(rows: Sequence[dict], file: Path) -> None:
     """Tokens per step, and tokens/s where known, by nodes; a line for best-first."""
-    pyplot = pyplot_for(file)
-    if pyplot is None:
-        return
     names = [name for name in rows[0] if name.startswith("tokens")]
-    figure, panels = pyplot.subplots(
-        1, len(names), figsize=(7 * len(names), 4.5), squeeze=False
-    )
+    figure = figure_for(file, 7 * len(names), 4.5)
+    if figure is None:
+        return
+    panels = figure.subplots(1, len(names), squeeze=False)
     best_first = [row for row in rows if row["tree"].startswith(BEST_FIRST)]
     expansions = [row for row in rows if row not in best_first]
     limits = ", ".join(row["tree"].removeprefix(BEST_FIRST) for row in best_first)
@@ -270,6 +260,4 @@ def _plot(rows: Sequence[dict], file: Path) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(0.1)
         axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(file)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.plots import figure_for
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -61,15 +61,13 @@ def report(
     (out / f"{name}.md").write_text(text)
     write_csv(out / f"{name}.csv", rows)
     picture = out / f"{name}.png"
-    pyplot = pyplot_for(picture)
-    if pyplot is not None:
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    figure = figure_for(picture, 7, 4.5)
+    if figure is not None:
+        axes = figure.subplots()
         for value in dict.fromkeys(row[line] for row in rows):
             points = [(row[x], row[y]) for row in rows if row[line] == value]
             axes.plot(*zip(*points, strict=True), "o-", label=f"{line} {value}")
         axes.set(xlabel=x, ylabel=y)
         axes.legend()
-        figure.tight_layout()
-        figure.savefig(picture, dpi=120)
-        pyplot.close(figure)
+        figure.savefig(picture)
     return text

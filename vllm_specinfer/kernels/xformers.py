@@ -135,8 +135,7 @@ def _places(
 
 def _visible(request: _Request, tree: TreeRows) -> torch.Tensor:
     """[rows, nodes] bool."""
-    rows = slice(request.first_row, request.end_row)
-    node = torch.arange(request.num_nodes, device=tree.ancestor_bits.device)
     if not request.is_tree:
+        node = torch.arange(request.num_nodes, device=tree.ancestor_bits.device)
         return node <= node[:, None]
-    return (tree.ancestor_bits[rows, node // 64] >> (node % 64)) & 1 == 1
+    return tree.visible(slice(request.first_row, request.end_row), request.num_nodes)

@@ -10,7 +10,6 @@ is hidden: scheduling, and what becomes of the tokens. Where it drafts ahead
 
 from typing import Any
 
-import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,10 +45,7 @@ class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
         for req_id, tokens, parents in draft_token_ids.each():
             if PLACEHOLDER_TOKEN not in tokens:
                 count = len(drafts.get(req_id, ()))
-                self._trees[req_id] = TokenTree(
-                    np.array(tokens[:count], np.int64),
-                    np.array(parents[:count], np.int32),
-                )
+                self._trees[req_id] = TokenTree.of(tokens[:count], parents[:count])
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -82,8 +78,7 @@ class AsyncSpecInferScheduler(SpecInferScheduler, AsyncScheduler):
 
     def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
         """The tree of a request; the worker runs no rows that hang on nothing."""
-        empty = TokenTree(np.zeros(0, np.int64), np.zeros(0, np.int32))
-        return self._trees.get(req_id, empty)
+        return self._trees.get(req_id, TokenTree.of([], []))
 
 
 def specinfer_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SpecInferScheduler:

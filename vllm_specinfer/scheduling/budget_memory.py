@@ -8,12 +8,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_specinfer.cache import cache_folder, cpu
 from vllm_specinfer.ranks import is_first_rank, of_first_rank
+from vllm_specinfer.results import write_json
 
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.sources import SourceSet
@@ -64,9 +64,6 @@ def save(file: Path, state: dict[str, Any]) -> None:
     """Replace the file as a whole; a disk that is full or read-only is only logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder) / file.name
-            part.write_text(json.dumps(state))
-            part.replace(file)
+        write_json(file, state)
     except OSError as error:
         logger.warning("What the budget has learned could not be saved: %s", error)

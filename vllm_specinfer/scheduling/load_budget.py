@@ -7,6 +7,7 @@ timings (`cost.py`), the chances come from the sources (`calibration.py`).
 Dimension legend: R requests of a step, C candidates per request, N nodes per request.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -319,8 +320,10 @@ class LoadBudget(Budget):
         profile = finite(learned["profile"], (self._num_nodes,))
         size = learned["draft_size"]
         size = None if size is None else finite(size, (2,))
-        self._step.recall(learned["step"])
-        self._draft.recall(learned["draft"])
+        step, draft = copy.copy(self._step), copy.copy(self._draft)
+        step.recall(learned["step"])
+        draft.recall(learned["draft"])
+        self._step, self._draft = step, draft
         self._num_drafts = self._draft.num_timings
         self._profile, self._draft_size = Average(profile), Average(size)
         self._know_plain_steps()

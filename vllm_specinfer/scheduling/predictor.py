@@ -97,7 +97,7 @@ class Predictor:
         # All weights one after the other: w [X], b [1], V [X, H], c [H], u [H].
         self.weights = np.zeros(num_features + 1 + (num_features + 2) * size)
         hidden = np.random.default_rng(seed).standard_normal(num_features * size)
-        self._parts(self.weights)[2][:] = hidden.reshape(num_features, size)
+        self._parts()[2][:] = hidden.reshape(num_features, size)
         self._num_steps = 0
 
     def corrected(self, features: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class Predictor:
             right: [n] bool, which were accepted.
         """
         own, x = _scaled(features)
-        _, _, inner, bias, outer = self._parts(self.weights)
+        _, _, inner, bias, outer = self._parts()
         hidden = np.tanh(x @ inner + bias)
         error = 1 / (1 + np.exp(-self._logits(own, x))) - right
         back = error[:, None] * outer * (1 - hidden**2)
@@ -172,14 +172,14 @@ class Predictor:
         self.size, self._num_steps = size, steps
 
     def _logits(self, own: np.ndarray, x: np.ndarray) -> np.ndarray:
-        direct, offset, inner, bias, outer = self._parts(self.weights)
+        direct, offset, inner, bias, outer = self._parts()
         return own + x @ direct + offset + np.tanh(x @ inner + bias) @ outer
 
-    def _parts(self, weights: np.ndarray) -> list[np.ndarray]:
+    def _parts(self) -> list[np.ndarray]:
         """w, b, V, c and u as views."""
         n, h = len(FEATURES), self.size
         ends = np.cumsum([n, 1, n * h, h])
-        direct, offset, inner, bias, outer = np.split(weights, ends)
+        direct, offset, inner, bias, outer = np.split(self.weights, ends)
         return [direct, offset, inner.reshape(n, h), bias, outer]
 
 

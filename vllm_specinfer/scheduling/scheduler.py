@@ -98,9 +98,7 @@ class SpecInferScheduler(Scheduler):
             ):
                 continue
             request.spec_token_ids = tokens
-            self._trees[req_id] = TokenTree(
-                np.array(tokens, np.int64), np.array(parents, np.int32)
-            )
+            self._trees[req_id] = TokenTree.of(tokens, parents)
 
     def _handle_stopped_request(self, request: Request) -> bool:
         """As vLLM's; what was accepted behind the end of a turn is not computed.
@@ -215,8 +213,7 @@ class SpecInferScheduler(Scheduler):
 
     def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
         """The tree of a request's scheduled drafts; placeholders hang on the root."""
-        tokens = np.array(drafts, np.int64)
         if PLACEHOLDER_TOKEN in drafts:
-            return TokenTree(tokens, np.full(len(drafts), ROOT, np.int32))
-        parents = self._trees[req_id].parents if drafts else np.zeros(0, np.int32)
-        return TokenTree(tokens, parents[: len(drafts)])
+            return TokenTree.of(drafts, [ROOT] * len(drafts))
+        parents = self._trees[req_id].parents if drafts else []
+        return TokenTree.of(drafts, parents[: len(drafts)])

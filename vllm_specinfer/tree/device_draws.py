@@ -1,7 +1,6 @@
 """What the device has drawn children from, until they are tested.
 
-The definitions are `Draws` and `joined`; here all shapes are fixed. Not yet run on a
-GPU.
+The definitions are `Draws` and `joined`; here all shapes are fixed.
 
 Dimension legend: S request slots, R requests, N nodes of a tree, Q sources, F nodes of
 a level per request, K draws per row, M candidates of each, G rows of trees.

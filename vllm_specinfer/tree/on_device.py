@@ -2,7 +2,6 @@
 
 All shapes are fixed, so that captured graphs can do it. The definition of `cut` is
 `Candidates.cut`; the kernels of `kernels/triton/union.py` and `trees.py` do the rest.
-Not yet run on a GPU.
 
 Dimension legend: S request slots, R requests, C candidates per request, D levels, N
 nodes of a tree, W 64-bit words per bit row.

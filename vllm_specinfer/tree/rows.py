@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_specinfer.tree.token_tree import WORD_BITS
+
 
 @dataclass(frozen=True)
 class TreeRows:
@@ -27,3 +29,9 @@ class TreeRows:
     context_lens: torch.Tensor
     ancestor_bits: torch.Tensor
     all_tree: bool = False
+
+    def visible(self, rows: slice, count: int) -> torch.Tensor:
+        """[n, count] bool: which positions after the context these rows see."""
+        position = torch.arange(count, device=self.ancestor_bits.device)
+        words = self.ancestor_bits[rows, position // WORD_BITS]
+        return (words >> (position % WORD_BITS)) & 1 == 1

@@ -7,7 +7,7 @@ The root is the last verified token; it is implicit and numbered 0 in *rows*
 order: every parent precedes its children, so any prefix of the node list is a tree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,11 @@ class TokenTree:
 
     tokens: np.ndarray
     parents: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int]) -> "TokenTree":
+        """The tree of these nodes."""
+        return cls(np.array(tokens, np.int64), np.array(parents, np.int32))
 
     def __len__(self) -> int:
         return len(self.tokens)

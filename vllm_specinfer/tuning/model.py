@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -100,13 +101,11 @@ class Windows(torch.utils.data.Dataset):
 
 def collate(rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
     """Padded input_ids and labels, [B, T] each; padding is at the end."""
-    length = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    labels = torch.full((len(rows), length), IGNORED)
-    for i, (tokens, wanted) in enumerate(rows):
-        ids[i, : len(tokens)] = torch.tensor(tokens)
-        labels[i, : len(tokens)] = torch.tensor(wanted)
-    return {"input_ids": ids, "labels": labels}
+    ids, labels = (list(map(torch.tensor, part)) for part in zip(*rows, strict=True))
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
 
 
 def loss(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_specinfer.plots import pyplot_for
+from vllm_specinfer.plots import figure_for
 
 CURVES_FILE = "curves.csv"
 CURVES_PLOT = "curves.png"
@@ -25,10 +25,10 @@ def plot_curves(
         points: Another name and its hit rates.
         xlabel: What x counts there.
     """
-    pyplot = pyplot_for(out / CURVES_PLOT)
-    if pyplot is None:
+    figure = figure_for(out / CURVES_PLOT, 9, 3.5)
+    if figure is None:
         return
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    left, right = figure.subplots(1, 2)
     for name, rows in losses.items():
         if rows:
             left.plot(*zip(*rows, strict=True), label=name)
@@ -39,6 +39,4 @@ def plot_curves(
         draw(numbers, rates, label=name, zorder=2)
     right.set(xlabel=xlabel, title="Validation tokens hit first", ylim=(0, 1))
     right.legend()
-    figure.tight_layout()
-    figure.savefig(out / CURVES_PLOT, dpi=120)
-    pyplot.close(figure)
+    figure.savefig(out / CURVES_PLOT)

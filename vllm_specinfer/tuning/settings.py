@@ -1,4 +1,4 @@
-"""What a pool is tuned with, and the checks before the first hour is spent.
+"""What pools and heads are trained with, and the checks before an hour is spent.
 
 Standard library only at import.
 """
@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vllm_specinfer.results import installed_versions, write_json
+from vllm_specinfer.results import made_by, write_json
 
 SETTINGS_FILE = "tuning.json"
-# Free disk per SSM beyond its own weights: optimiser state and one older checkpoint.
+# Free disk to train an SSM, in times of its float32 weights: optimiser state and one
+# older checkpoint.
 CHECKPOINT_COPIES = 8
 
 
@@ -149,15 +150,11 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
             )
         if not different:
             return
-    elif out.exists() and any(out.iterdir()):
+    # What a kill has left of the first file is hidden.
+    elif out.exists() and any(not file.name.startswith(".") for file in out.iterdir()):
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
-    content = {
-        "settings": wanted,
-        "command": list(command),
-        "versions": installed_versions(),
-    }
-    write_json(file, content)
+    write_json(file, {"settings": wanted, **made_by(command)})
 
 
 def check_disk(folder: Path, num_bytes: int) -> None:

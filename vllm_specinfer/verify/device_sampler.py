@@ -5,7 +5,8 @@ roots, N nodes per tree, V vocabulary.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,30 @@ from vllm_specinfer.verify.stochastic import (
 MAX_CHUNK_BYTES, FLOAT32_BYTES = 1 << 30, 4
 
 
+class DeviceDrawTestingSampler(DrawTestingSampler):
+    """Tests by a kernel."""
+
+    def _tested(
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        draws: Draws | TestedDraws,
+        places: torch.Tensor,
+        pos: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        device = logits.device
+        if isinstance(draws, Draws):
+            draws = TestedDraws(*stage(device, draws.places, draws.tokens, draws.q))
+        (seeds,) = stage(device, self.sampling_states.seeds.np[self._slots[rows]])
+        logits = logits.to(torch.float32, copy=True)
+        positions = pos[places] + TEST_SALT
+        found = verify_draws(
+            logits, places, draws.tokens, draws.q, draws.places, seeds, positions
+        )
+        # Rows without draws take the target's own.
+        return logits, found, RESIDUAL_SALT * (draws.places[:, 0] != NO_DRAW)
+
+
 class DeviceTreeSampler(TreeSampler):
     """`TreeSampler` where the host is not the device.
 
@@ -45,29 +70,12 @@ class DeviceTreeSampler(TreeSampler):
     is committed; what was accepted the host hears when it drafts or sends the tokens.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        plan_of: Callable[[InputBatch], StepPlan | DevicePlan | None],
-        positions: torch.Tensor,
-        commit: Callable[[InputBatch, torch.Tensor, torch.Tensor], None],
-        on_time: Callable[[str, float], None],
-        verification: str = "coupled",
-    ) -> None:
-        """As `TreeSampler`.
+    tester = DeviceDrawTestingSampler
 
-        Args:
-            sampler: As there.
-            plan_of: As there.
-            positions: As there.
-            commit: Moves the K/V of accepted rows [R, N] int32, so many [R] int32 of
-                each request.
-            on_time: As there.
-            verification: As there.
-        """
-        super().__init__(sampler, plan_of, positions, commit, on_time, verification)
-        if self._tests is not None:
-            self._tests = DeviceDrawTestingSampler(sampler)
+    def __init__(self, sampler: Sampler, *args: Any) -> None:
+        """As `TreeSampler`; `commit` gets the rows [R, N] int32 that each request has
+        accepted and how many they are [R] int32."""
+        super().__init__(sampler, *args)
         self._penalties = PathPenalties(sampler.penalties_state)
         where = sampler.logits_processors.index(sampler.penalties_state)
         sampler.logits_processors[where] = self._penalties
@@ -184,30 +192,6 @@ class DeviceTreeSampler(TreeSampler):
             return logits[places].argmax(dim=-1)[:, None]
         # Nearly all are asked for, and a gather would copy them.
         return logits.argmax(dim=-1)[places, None]
-
-
-class DeviceDrawTestingSampler(DrawTestingSampler):
-    """Tests by a kernel."""
-
-    def _tested(
-        self,
-        logits: torch.Tensor,
-        rows: np.ndarray,
-        draws: Draws | TestedDraws,
-        places: torch.Tensor,
-        pos: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        device = logits.device
-        if isinstance(draws, Draws):
-            draws = TestedDraws(*stage(device, draws.places, draws.tokens, draws.q))
-        (seeds,) = stage(device, self.sampling_states.seeds.np[self._slots[rows]])
-        logits = logits.to(torch.float32, copy=True)
-        positions = pos[places] + TEST_SALT
-        found = verify_draws(
-            logits, places, draws.tokens, draws.q, draws.places, seeds, positions
-        )
-        # Rows without draws take the target's own.
-        return logits, found, RESIDUAL_SALT * (draws.places[:, 0] != NO_DRAW)
 
 
 def _chosen(

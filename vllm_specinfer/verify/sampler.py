@@ -1,7 +1,7 @@
 """The rejection sampler of tree steps: verify, emit, commit.
 
 Dimension legend: R requests of the batch, L logits rows of a step, V vocabulary, G
-requests whose walk still goes on at some level.
+rows that are sampled at once: on a CPU one of each request whose walk goes on.
 """
 
 import time
@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer.device import read, stage
-from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
@@ -45,6 +44,8 @@ class TreeSampler:
     drawn below that row, which has the same distribution.
     """
 
+    # What tests draws.
+    tester: type[DrawTestingSampler] = DrawTestingSampler
     # vLLM's warm-up reads it from whatever verifies drafts (gpu/warmup.py).
     enable_adaptive_verification = False
 
@@ -55,7 +56,7 @@ class TreeSampler:
         positions: torch.Tensor,
         commit: Callable[[InputBatch, Accepted], None],
         on_time: Callable[[str, float], None],
-        verification: str = "coupled",
+        tests_draws: bool,
     ) -> None:
         """Wrap vLLM's sampler.
 
@@ -65,7 +66,7 @@ class TreeSampler:
             positions: [max_num_tokens] int64, those of the step where it has a plan.
             commit: Moves the accepted rows' K/V to consecutive slots.
             on_time: Hears how many seconds a phase took.
-            verification: "coupled", "naive", "mss" or "rrs".
+            tests_draws: As `DraftStep.tests_draws`.
         """
         self.sampler = sampler
         self._plan_of = plan_of
@@ -73,8 +74,8 @@ class TreeSampler:
         self._commit = commit
         self._on_time = on_time
         self._tests: DrawTestingSampler | None = None
-        if verification in TESTS_DRAWS:
-            self._tests = DrawTestingSampler(sampler)
+        if tests_draws:
+            self._tests = self.tester(sampler)
         # By slot what `_only_draws` found of its request.
         self._answers = np.full(len(sampler.needs_logits_processing), UNKNOWN, np.int8)
 

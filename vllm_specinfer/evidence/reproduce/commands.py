@@ -165,7 +165,7 @@ def _answers_to(
     args: argparse.Namespace, prompts: str, temperatures: list[float]
 ) -> Any:
     target = _target(args)
-    from vllm_specinfer.evidence.reproduce.steps import Answers
+    from vllm_specinfer.evidence.record import Answers
 
     return Answers(
         target=target,

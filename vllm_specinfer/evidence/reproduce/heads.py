@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_specinfer import assets
+from vllm_specinfer.results import write_json
 
 WEIGHTS = "model.safetensors"
 
@@ -57,4 +58,4 @@ def write_padded(source: Path, folder: Path, ranks: int) -> None:
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     config["num_attention_heads"] = heads + more * per_head["q"]
     config["num_key_value_heads"] = kv_heads + more
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)

@@ -62,7 +62,8 @@ def _measure(
     config = None
     if ssm is not None:
         # Full trees: nothing is dropped for being unlikely.
-        tree = {"max_depth": 8, "max_width": max(4, nodes // 4), "min_probability": 0}
+        depth, width = min(8, nodes), min(max(4, nodes // 4), nodes)
+        tree = {"max_depth": depth, "max_width": width, "min_probability": 0}
         config = {"method": "specinfer", "model": ssm, "tree": tree}
         config |= {"num_speculative_tokens": nodes, "scheduler": "static"}
     llm = LLM(

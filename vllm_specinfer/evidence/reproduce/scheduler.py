@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specinfer.evidence.fit import fit_scheduler
-from vllm_specinfer.evidence.reproduce.steps import Answers
+from vllm_specinfer.evidence.record import Answers, record
 from vllm_specinfer.evidence.simulate import Costs
 
 # SmolLM2-135M with the shipped SSM on two cores, in times of a step of one token.
@@ -55,7 +55,7 @@ def scheduler(
     rows = []
     for name, answers in zip(names, sets, strict=True):
         trace = out / f"trace-{name}.jsonl"
-        answers.record(trace, ssm, tree, answers.temperatures[0], command)
+        record(trace, answers, ssm, tree, answers.temperatures[0], command)
         fitted = fit_scheduler(
             [trace],
             out / f"predictor-{name}.json",

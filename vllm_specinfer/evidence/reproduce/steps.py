@@ -8,7 +8,6 @@ tokens/s want a quiet one.
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +22,12 @@ from vllm_specinfer.evidence.engines import (
     start_engine,
     tree_counts,
 )
-from vllm_specinfer.evidence.record import record
+from vllm_specinfer.evidence.record import Answers
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
 MAX_NUM_SEQS = 8
 WIDER = 8  # nodes of a level
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What every engine answers.
-
-    Attributes:
-        target: Folder or hub id.
-        prompts: As `assets.prompt_ids` takes them.
-        temperatures: All prompts are answered at each.
-        max_prompts: Spread over the prompts; 0 for all.
-        max_tokens: Of each answer.
-        engine: Further arguments of `vllm.LLM`.
-    """
-
-    target: str
-    prompts: str
-    temperatures: Sequence[float]
-    max_prompts: int
-    max_tokens: int
-    engine: dict[str, Any]
-
-    def record(
-        self,
-        file: Path,
-        ssm: str,
-        tree: str,
-        temperature: float,
-        command: Sequence[str],
-    ) -> None:
-        """Write the trace of one temperature, as `record` says."""
-        record(
-            file,
-            target=self.target,
-            ssm=ssm,
-            source=self.prompts,
-            tree=tree,
-            max_prompts=self.max_prompts,
-            max_tokens=self.max_tokens,
-            temperature=temperature,
-            engine=self.engine,
-            command=command,
-        )
 
 
 def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> list[dict[str, Any]]:

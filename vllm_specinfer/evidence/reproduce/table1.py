@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specinfer.evidence.reproduce.steps import Answers
+from vllm_specinfer.evidence.record import Answers, record
 from vllm_specinfer.evidence.trace import Trace, read_trace
 from vllm_specinfer.tree.candidates import NO_TOKEN
 
@@ -40,7 +40,7 @@ def table1(
     rows = []
     for temperature in answers.temperatures:
         file = out / f"trace-{temperature:g}.jsonl"
-        answers.record(file, ssm, f"{most},{most}", temperature, command)
+        record(file, answers, ssm, f"{most},{most}", temperature, command)
         tested, rates = hit_rates(read_trace(file))
         for k, rate in enumerate(rates.tolist(), start=1):
             row = {"temperature": temperature, "k": k, "hit rate": rate}

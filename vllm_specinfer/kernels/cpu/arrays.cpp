@@ -9,8 +9,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
-
 #include "candidates.cpp"
 #include "coupled.cpp"
 #include "growth.cpp"

@@ -23,17 +23,21 @@ struct Node {
   float score;
 };
 
-// The nodes' numbers, the best `best` of them first; ties go to the elder.
-inline std::vector<int64_t> ordered(const Node* nodes, int64_t count, int64_t best) {
+// Numbers up to a count, those of the best `best` scores first; ties go to the elder.
+template <class Score>
+std::vector<int64_t> ordered(int64_t count, int64_t best, Score score) {
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
   if (best == 0) return order;
   std::partial_sort(order.begin(), order.begin() + best, order.end(),
                     [&](int64_t a, int64_t b) {
-                      const float x = nodes[a].score, y = nodes[b].score;
+                      const auto x = score(a), y = score(b);
                       return x > y || (x == y && a < b);
                     });
   return order;
+}
+inline std::vector<int64_t> ordered(const Node* nodes, int64_t count, int64_t best) {
+  return ordered(count, best, [&](int64_t i) { return nodes[i].score; });
 }
 
 // The union of one request's candidates by whole path.

@@ -2,8 +2,6 @@
 //
 // A (block, head) page holds K as [D, block_size], then V as [block_size, D], row by row
 // or in tiles (tree_attention.cpp).
-#include <omp.h>
-
 #include <cstdint>
 #include <vector>
 

@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "candidates.cpp"
 #include "gumbel.cpp"
 
 namespace coupled {
@@ -55,12 +56,7 @@ inline void children(const float* logprobs, const int64_t* tokens, int64_t m,
   }
   for (double v : values) sum += std::exp(v - top);
   const double total = top + std::log(sum);
-  std::vector<int64_t> order(m);
-  for (int64_t i = 0; i < m; ++i) order[i] = i;
-  std::partial_sort(order.begin(), order.begin() + k, order.end(),
-                    [&](int64_t a, int64_t b) {
-                      return values[a] > values[b] || (values[a] == values[b] && a < b);
-                    });
+  const auto order = candidates::ordered(m, k, [&](int64_t i) { return values[i]; });
   for (int64_t j = 0; j < k; ++j) {
     scores[j] = values[order[j]] - total;
     chosen[j] = tokens[order[j]];

@@ -3,7 +3,6 @@
 //
 // Legend as in product.cpp.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
 #include <ATen/Parallel.h>

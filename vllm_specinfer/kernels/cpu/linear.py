@@ -86,21 +86,17 @@ def take_over(layer: nn.Module, remove_weight: bool) -> bool:
     return True
 
 
-def multiplies_in(model: nn.Module) -> bool:
-    """Whether some layer of the model multiplies with the kernels."""
-    return bool(_operators(model))
-
-
 def row_sizes(model: nn.Module, most: int) -> list[int]:
     """Numbers of rows up to `most` or more between which no time is saved.
 
-    Args:
-        model: Multiplies with the kernels.
-        most: Rows.
+    None where no layer of the model multiplies with the kernels.
     """
+    operators = _operators(model)
+    if not operators:
+        return []
     kernels, few = extension.load(), 0
     step = kernels.tile_rows
-    if torch.ops.vllm_specinfer.linear.default in _operators(model):
+    if torch.ops.vllm_specinfer.linear.default in operators:
         few, step = kernels.few_rows, kernels.row_step
     return [*range(1, few + 1), *range(-(-(few + 1) // step) * step, most + step, step)]
 

@@ -54,39 +54,14 @@ def tree_attention(
     kernels = extension.load() if layout.is_known else None
     if kernels is None:
         tree_attention_ref(
-            query,
-            kv_cache,
-            out,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            tree,
-            scale,
-            softcap,
-            sinks,
-            isa,
-            k_scale,
-            v_scale,
-            window,
+            *(query, kv_cache, out, block_table, query_start_loc, seq_lens, tree),
+            *(scale, softcap, sinks, isa, k_scale, v_scale, window),
         )
         return
     kernels.tree_attention(
-        query,
-        kv_cache,
-        out,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        tree.is_tree,
-        tree.context_lens,
-        tree.ancestor_bits,
-        scale,
-        softcap,
-        sinks,
-        k_scale,
-        v_scale,
-        window,
-        layout.in_tiles,
+        *(query, kv_cache, out, block_table, query_start_loc, seq_lens),
+        *(tree.is_tree, tree.context_lens, tree.ancestor_bits),
+        *(scale, softcap, sinks, k_scale, v_scale, window, layout.in_tiles),
     )
 
 
@@ -120,14 +95,6 @@ def tree_attention_ref(
         return key.float() * k_scale, value.float() * v_scale
 
     attend_rows(
-        query,
-        keys_values,
-        out,
-        query_start_loc,
-        seq_lens,
-        tree,
-        scale,
-        softcap,
-        sinks,
-        window,
+        *(query, keys_values, out, query_start_loc, seq_lens, tree),
+        *(scale, softcap, sinks, window),
     )

@@ -43,7 +43,7 @@ class CompiledGrowth(TreeGrowth):
         self.features = None
         self._grown = extension.load().Growth(
             *(capacity, max_depth, least, self._best_first),
-            *(tree.max_depth, min(tree.max_width, num_nodes), num_nodes),
+            *(tree.max_depth, self.num_children, num_nodes),
             *(level_words(tree, num_nodes), *worth),
         )
 

@@ -1,7 +1,5 @@
 """K/V commit on a GPU: accepted paths move to consecutive slots, all layers at once.
 
-Not measured yet.
-
 Dimension legend: L layers, R requests, N nodes per request, T flat rows of the step,
 P positions per block.
 """

@@ -1,7 +1,7 @@
 """Children of nodes under coupled verification, chosen on the device.
 
 Definition: `coupled_children` in `vllm_specinfer/drafting/children.py`. Greedy requests
-get their likeliest tokens. Not measured yet.
+get their likeliest tokens.
 
 Dimension legend: R requests, F rows, as many of each request, M likeliest tokens of a
 row, K children.

@@ -1,6 +1,6 @@
 """Levels of trees that grow on the device, a program for each request.
 
-Definition: `TreeGrowth`. Not measured yet.
+Definition: `TreeGrowth`.
 
 Dimension legend: R requests, F nodes of a level per request, K children of each, C
 candidates per request, W 64-bit words per bit row.

@@ -1,7 +1,5 @@
 """Where the longest match of a text's end has been first: a scan, oldest places first.
 
-Not measured yet.
-
 Dimension legend: R requests, S request slots.
 """
 

@@ -2,7 +2,7 @@
 
 Definition: `apply_penalties` of vllm/v1/worker/gpu/sample/penalties.py over each row's
 path from the root down, of which only the last row counts. Here a row brings the tokens
-of its path along, so that a tree takes no more rows than it has. Not measured yet.
+of its path along, so that a tree takes no more rows than it has.
 
 Dimension legend: L logits rows, V vocabulary, D drafted tokens before a row at most, S
 request slots.

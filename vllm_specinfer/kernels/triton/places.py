@@ -1,7 +1,5 @@
 """Where the last tokens of texts have been seen before: a scan, newest places first.
 
-Not measured yet.
-
 Dimension legend: Q searches, S request slots, H texts that are searched, P places.
 """
 

@@ -1,7 +1,4 @@
-"""Copies of texts that lie in the host's memory, where they are read again and again.
-
-Not measured yet.
-"""
+"""Copies of texts that lie in the host's memory and are read again and again."""
 
 import torch
 import triton

@@ -1,6 +1,6 @@
 """The best candidates of each request as a tree, and what verification needs of it.
 
-Definitions: `Candidates.best`, `node_depths` and `ancestor_bits`. Not measured yet.
+Definitions: `Candidates.best`, `node_depths` and `ancestor_bits`.
 
 Dimension legend: R requests, C candidates per request, N nodes of a tree, S request
 slots, W 64-bit words per bit row.

@@ -1,6 +1,6 @@
 """The trie union of what several sources have found, a program for each request.
 
-Definition: `merge` of `vllm_specinfer/tree/candidates.py`. Not measured yet.
+Definition: `merge` of `vllm_specinfer/tree/candidates.py`.
 
 Dimension legend: R requests, C candidates per request of all sources, D levels that
 more than one source has, Q sources.

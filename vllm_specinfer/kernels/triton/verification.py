@@ -5,7 +5,7 @@ what is left of the others goes through vLLM's own sampler; then one program per
 follows the tokens down its tree. Nothing of this waits for the host.
 
 Definitions: `vllm_specinfer/verify/stochastic.py` and `vllm_specinfer/verify/walk.py`.
-Used by `vllm_specinfer/verify/device_sampler.py`. Not measured yet.
+Used by `vllm_specinfer/verify/device_sampler.py`.
 
 Dimension legend: L logits rows, V vocabulary, G rows with drawn children, M candidates
 of a row's draws, K draws, R requests, N nodes per request.
