@@ -11,7 +11,7 @@ import pytest
 from vllm_specinfer import cli
 from vllm_specinfer.evidence import bench
 from vllm_specinfer.evidence.bench import Traffic, choose, num_turns
-from vllm_specinfer.evidence.measured import Measured, report
+from vllm_specinfer.evidence.measured import Cell, Measured, report
 
 MAX_TOKENS = 16
 PROMPTS = 6
@@ -147,10 +147,10 @@ def test_ratios_are_those_of_the_same_batch(tmp_path):
     plain = measured([1.0, 10.0, 4.0], [10, 10, 10], texts, {1: 30})
     quick = measured([0.5, 10.0, 1.0], [10, 10, 10], [[1, 2], [3, 5]], {1: 2, 3: 6})
     quick.sources.update({"suffix": 4, "ssm0": 8})
-    cells = {("p", t, 1): {"plain": plain, "quick": quick} for t in (0.0, 0.5)}
+    cells = {Cell("p", t, 1): {"plain": plain, "quick": quick} for t in (0.0, 0.5)}
     # A larger batch has fewer measurements.
     large = measured([1.0], [30], texts, {1: 30})
-    cells["p", 0.0, 3] = {"plain": large, "quick": large}
+    cells[Cell("p", 0.0, 3)] = {"plain": large, "quick": large}
     table = report(tmp_path, cells)
     # Rates 20, 1, 10 over 10, 1, 2.5; the median of the ratios 2, 1, 4.
     assert (

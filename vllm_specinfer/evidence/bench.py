@@ -92,7 +92,8 @@ class BenchSettings:
     @property
     def cells(self) -> list[Cell]:
         """What every method is measured on."""
-        return list(itertools.product(self.prompts, self.temperatures, self.batches))
+        cells = itertools.product(self.prompts, self.temperatures, self.batches)
+        return [Cell(*cell) for cell in cells]
 
     @property
     def longest(self) -> int:
@@ -232,17 +233,19 @@ def measure(
 
     logs = {name: StepLog(llm) for name, llm in engines.items()}
     chosen_of = {
-        cell: choose(prompts[cell[0]], cell[2], settings.max_turns)
+        cell: choose(prompts[cell.prompts], cell.batch, settings.max_turns)
         for cell in settings.cells
     }
-    turns = {cell: num_turns(len(found), cell[2]) for cell, found in chosen_of.items()}
+    turns = {
+        cell: num_turns(len(found), cell.batch) for cell, found in chosen_of.items()
+    }
     num_turns_in_all = sum(turns.values()) + len(turns)
     with tqdm(total=num_turns_in_all * len(engines), desc=title) as bar:
         for cell in settings.cells:
-            chosen, temperature, batch = chosen_of[cell], *cell[1:]
+            chosen, batch = chosen_of[cell], cell.batch
             params = [
                 SamplingParams(
-                    temperature=temperature,
+                    temperature=cell.temperature,
                     max_tokens=length,
                     ignore_eos=settings.ignore_eos,
                     seed=i,

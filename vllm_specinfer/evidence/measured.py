@@ -4,7 +4,7 @@ import collections
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,14 @@ from vllm_specinfer.plots import figure_for
 
 PLAIN = "plain"
 QUARTILES = (25, 50, 75)
-# Prompts, temperature, batch.
-Cell = tuple[str, float, int]
+
+
+class Cell(NamedTuple):
+    """What every method is measured on: a set of prompts, so many in flight."""
+
+    prompts: str
+    temperature: float
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,10 @@ def report(out: Path, results: Results) -> str:
             }
             rows.append(row)
             # The V1 runner, plain vLLM's default on a CPU, draws other random numbers.
-            same = "-" if cell[1] else f"{identical} of {len(one.texts)}"
+            same = "-" if cell.temperature else f"{identical} of {len(one.texts)}"
             spread = "{1:.2f} ({0:.2f} to {2:.2f})".format(*ratios)
             speed = "{1:.1f} ({0:.1f} to {2:.1f})".format(*rates)
-            texts = [Path(cell[0]).stem, *map(str, cell[1:]), name, speed, spread]
+            texts = [Path(cell.prompts).stem, *map(str, cell[1:]), name, speed, spread]
             shown.append([*texts, f"{one.tokens_per_step:.2f}", same])
     columns = ["prompts", "temperature", "batch", "method", "tokens/s", "ratio"]
     text = markdown([*columns, "tokens per step", "identical"], shown)

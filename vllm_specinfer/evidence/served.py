@@ -68,8 +68,8 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
     write_json(out / "bench.json", circumstances(settings, command))
     results: dict[Cell, dict[str, list[dict[str, float]]]] = {}
     for cell, name in tqdm(runs, desc="servers"):
-        chosen = prompts[cell[0]]
-        with _server(out, settings, configs[name], chosen, cell[2]) as address:
+        chosen = prompts[cell.prompts]
+        with _server(out, settings, configs[name], chosen, cell.batch) as address:
             found = _drive(out, settings, address, chosen, cell)
         results.setdefault(cell, {}).setdefault(name, []).append(found)
         text = _write(out, results)
@@ -85,7 +85,7 @@ def _write(out: Path, results: dict[Cell, dict[str, list[dict[str, float]]]]) ->
         for name, found in methods.items():
             row = dict(zip(("prompts", "temperature", "batch"), cell, strict=True))
             row["method"] = name
-            texts = [Path(cell[0]).name, *map(str, cell[1:]), name]
+            texts = [Path(cell.prompts).name, *map(str, cell[1:]), name]
             for label, key in MEASURED.items():
                 value = float(np.median([one[key] for one in found]))
                 ratio = value / float(np.median([one[key] for one in methods[PLAIN]]))
@@ -200,11 +200,12 @@ def _drive(
     turns = [[{"value": tokenizer.decode(ids)}, {"value": ""}] for ids in prompts]
     file.write_text(json.dumps([{"conversations": turn} for turn in turns]))
     options = {
-        **{"base_url": address, "model": settings.target, "temperature": cell[1]},
+        **{"base_url": address, "model": settings.target},
+        "temperature": cell.temperature,
         **{"dataset_name": "sharegpt", "dataset_path": str(file)},
         **{"num_prompts": len(prompts), "output_len": settings.max_tokens},
         **{"no_oversample": True, "disable_shuffle": True},
-        **{"max_concurrency": cell[2], "disable_tqdm": True},
+        **{"max_concurrency": cell.batch, "disable_tqdm": True},
         "extra_body": {"seed": 0, "add_special_tokens": False},
     }
     if settings.ignore_eos:
@@ -216,8 +217,8 @@ def _drive(
         result = serve.main(args)
     if result["completed"] != len(prompts):
         raise ValueError(
-            f"all {len(prompts)} prompts of {cell[0]} must have 4 to 1024 tokens, and "
-            f"2048 with their answers, for vLLM's bench serve; got answers to "
+            f"all {len(prompts)} prompts of {cell.prompts} must have 4 to 1024 tokens, "
+            "and 2048 with their answers, for vLLM's bench serve; got answers to "
             f"{result['completed']}"
         )
     return {key: float(result[key]) for key in MEASURED.values()}
