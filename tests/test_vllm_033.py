@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before vLLM's other one
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_specinfer import compat, seams
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import block_tables, inputs
+from vllm_specinfer.scheduling import scheduler
 from vllm_specinfer.scheduling.grammar import tree_bitmask
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
@@ -124,6 +126,18 @@ def test_every_request_has_as_many_rows_of_grammars(stride):
     rows = tree_bitmask(manager, SimpleNamespace(request_id="r"), tree)
     assert rows[:4].tolist() == [[0], [5], [11], [7]]
     assert len(rows) == (stride or 4)
+
+
+def test_steps_inside_prompts_are_drafted_for(monkeypatch):
+    """0.33 asks for no drafts there, and SSMs would read prompts at their ends."""
+    found = {"can_skip_drafts": True, "dynamic_sd_lookup": [4]}
+    found |= dict.fromkeys(
+        ("kv_cache_manager", "max_model_len", "max_num_scheduled_tokens")
+    )
+    monkeypatch.setattr(Scheduler, "__init__", lambda self: vars(self).update(found))
+    monkeypatch.setattr(scheduler, "SlotsOfTrees", lambda *_: None)
+    monkeypatch.setattr(cpu_v2, "enable_in_frontend", lambda: None)
+    assert not scheduler.SpecInferScheduler().can_skip_drafts
 
 
 def test_a_steps_output_has_all_that_is_abstract_in_vllms():

@@ -43,6 +43,9 @@ def link(folder: Path, copied: Iterable[str]) -> None:
                     make(inner)
 
     make(INSTALLED / "vllm")
+    # As `overlay` makes it; the CPU build's own distribution has another name.
+    for metadata in INSTALLED.glob("vllm-*.dist-info"):
+        (folder / metadata.name).symlink_to(metadata)
 
 
 def overlay(folder: Path, wheel: Path) -> None:

@@ -6,6 +6,7 @@ Where 0.33 differs from 0.32 the code takes both. These are all the places:
 - `kernels/cpu/`: `gather_block_tables` and `post_update` have more arguments.
 - `verify/stochastic.py`: `Sampler._sample_random` has one more flag.
 - `scheduling/grammar.py`: bitmasks have as many rows for every request.
+- `scheduling/scheduler.py`: steps may be scheduled for which nobody drafts.
 - `worker.py`: `AsyncModelRunnerOutput` has one more method.
 
 `seams.py` compares everything else by signature and code.

@@ -416,6 +416,29 @@ def test_prompts_wait_where_ssms_sit_out_or_the_host_drafts(steps):
     assert not steps.drafter.launched
 
 
+@pytest.mark.parametrize("another_comes", [True, False])
+def test_no_prompt_is_read_behind_states_that_a_head_still_gets(steps, another_comes):
+    head = steps.sources.ssms[1]
+    head.lookahead, head.reads_states, steps._heads = 1, True, [head]
+    rows, path = torch.arange(4.0)[:, None], torch.zeros(1, 1, dtype=torch.int64)
+    states = TargetStates(rows, torch.tensor([3]), path)
+    start(steps, 0, tokens=range(9))
+    steps.budget.draft = False
+    draft(steps, a_batch([0], read={0: 0}), states=states)
+    steps.budget.draft = True
+    batch = a_batch([0], read={0: 4})
+    assert draft(steps, batch, states=states)[0] == (True, True)
+    assert not head.caught_up and not head.kept
+    if another_comes:
+        start(steps, 0, tokens=range(9))
+    else:
+        steps.lessons.learn()
+        steps.stop()
+    draft(steps, batch, states=states)
+    assert head.caught_up == [(0, list(range(9)))]
+    assert bool(head.kept) is not another_comes
+
+
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("reason", [SCHEDULE, MEASURING, BUDGET])
 def test_a_step_without_trees_is_nobodys_to_wait_for(steps, reason, follows):

@@ -152,6 +152,10 @@ def main() -> None:
     resting = {**jobs["eagle"], "prompts": PROMPTS[:1], "params": [LONG]}
     with resting_ssms():
         (of_cpu["resting"],) = engine._run_jobs([{**resting, "asynchronous": False}])
+    # The head sits out the first of three pieces, and the first token behind them.
+    pieces = {**resting, "prompts": [3 * PROMPTS[1]], "params": [{**GREEDY, **LONGER}]}
+    with resting_ssms("-++"):
+        (of_cpu["pieces"],) = engine._run_jobs([{**pieces, "asynchronous": False}])
     # Rows of a step are sampled six at a time there.
     few_logits = mock.patch.object(device_sampler, "MAX_CHUNK_BYTES", 6 * 96 * 4)
     with cuda_path() as counts, few_logits:
@@ -160,6 +164,8 @@ def main() -> None:
             (found["changing"],) = engine._run_jobs([jobs["suffix"]])
     with cuda_path() as of_resting, resting_ssms():
         (found["resting"],) = engine._run_jobs([resting])
+    with cuda_path() as of_pieces, resting_ssms("-++"):
+        (found["pieces"],) = engine._run_jobs([pieces])
     with cuda_path():
         (found["windows"],) = engine._run_jobs([{**in_windows, "asynchronous": True}])
     with cuda_path() as of_lookups:
@@ -170,7 +176,7 @@ def main() -> None:
         (found["small graphs"],) = engine._run_jobs(one)
     with cuda_path("NONE"):
         (found["eager"],) = engine._run_jobs(one)
-    counts = [each._asdict() for each in (counts, of_lookups, of_resting)]
+    counts = [each._asdict() for each in (counts, of_lookups, of_resting, of_pieces)]
     Path(output).write_text(json.dumps([of_cpu, found, *counts]))
 
 

@@ -68,13 +68,16 @@ class StartsAsOnGPU(CPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """With made-up steps, then a capture of graphs."""
-        self.vllm_config.kernel_config.enable_jit_warmup = self._warms_up
-        if self._warms_up:
+        kernels, warms_up = self.vllm_config.kernel_config, self._warms_up
+        if warms_up:
             StartsAsOnGPU.warm_ups -= 1
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         if self._captures:
             self.model_runner.capture_model()
+        # The CPU worker of 0.33 warms up itself, which a GPU's does not do here.
+        kernels.enable_jit_warmup = False
         times = super().compile_or_warm_up_model()
+        kernels.enable_jit_warmup = warms_up
         self._drawn_before = np.random.get_state()
         self._maybe_activate_jit_monitor()
         return times
@@ -233,11 +236,15 @@ def named() -> Iterator[list[str]]:
 
 
 @contextmanager
-def resting_ssms() -> Iterator[None]:
-    """Static budgets ask SSMs in two of four steps."""
+def resting_ssms(asks: str = "++--") -> Iterator[None]:
+    """Static budgets ask SSMs in some steps.
+
+    Args:
+        asks: Whether they do, again and again.
+    """
     from vllm_specinfer.scheduling.budget import Budget
 
-    asks = itertools.cycle([True, True, False, False])
+    asks = itertools.cycle([step == "+" for step in asks])
     with mock.patch.object(Budget, "drafts", lambda *_, **__: next(asks)):
         yield
 

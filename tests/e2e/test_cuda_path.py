@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import vllm
 
 from tests.e2e.models import (
     add_tokenizer,
@@ -22,7 +23,9 @@ from tests.e2e.models import (
     tiny_model,
     untrained_head,
 )
+from vllm_specinfer import compat
 
+RELEASE = compat.release(vllm.__version__)
 # Of a step that the host drafts for: what was accepted, what the step brought, and of
 # two SSMs their drafts.
 MOST_WAITS = 2 + 2
@@ -75,7 +78,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
 
 def test_trees_are_those_that_grow_on_a_cpu(outputs) -> None:
     of_cpu, found, *_ = outputs
-    for name in ("coupled", "two", "eagle", "resting", "ahead", "lookups"):
+    for name in ("coupled", "two", "eagle", "resting", "pieces", "ahead", "lookups"):
         for count in ("drafts", "drafted", "accepted", "accepted_per_pos"):
             assert found[name][count] == of_cpu[name][count]
         # Beside them warm-up's, and those of requests that ended meanwhile.
@@ -101,7 +104,7 @@ def test_texts_are_looked_up_where_the_host_does_not_know_them(outputs) -> None:
 
 
 def test_lookups_alone_are_asked_ahead_in_every_step(outputs) -> None:
-    of_cpu, found, _, counts, _ = outputs
+    of_cpu, found, _, counts, *_ = outputs
     metrics, steps = found["lookups"]["metrics"], counts["steps"]
     names = ["accepted_tokens ngram", "accepted_tokens suffix", "accepted_depth"]
     for name in [*names, "plain_request_steps no_candidates"]:
@@ -156,11 +159,15 @@ def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
 def test_kernels_of_drafting_ahead_are_warmed_up(outputs) -> None:
     made_up = [step for step in outputs[2]["steps"] if step.get("made_up")]
     before, after = (
-        [step["ahead"] for step in made_up if ("rows" in step) is graphs]
+        [step for step in made_up if ("rows" in step) is graphs]
         for graphs in (False, True)
     )
-    assert len(before) == len(after) > 4
-    assert not any(before) and all(after[1:])
+    # Prompts and five steps behind them; from 0.33 on once more with greedy requests.
+    prompts = [step["prefills"] for step in before]
+    assert prompts == (1 + (RELEASE != "0.32")) * [True, *5 * [False]]
+    assert [step["prefills"] for step in after] == prompts
+    assert not any(step["ahead"] for step in before)
+    assert all(step["ahead"] is not step["prefills"] for step in after)
 
 
 def test_steps_after_prompts_are_drafted_for_ahead(outputs) -> None:
@@ -181,10 +188,21 @@ def test_a_head_that_rests_lets_nobody_wait_until_it_is_asked_again(outputs) -> 
     assert "".join("-w"[step["launch"] > 0] for step in steps) == "----w---w-"
 
 
+def test_a_head_that_rests_inside_a_prompt_goes_on_inside_it(outputs) -> None:
+    steps = outputs[5]["steps"][:6]
+    assert [step.get("prefills") for step in steps] == 3 * [True] + 3 * [False]
+    # It sits out a piece and a token, and reads both with what follows; then it waits.
+    assert "".join("-w"[step["launch"] > 0] for step in steps) == "--w--w"
+    assert "".join("-A"[step["ahead"]] for step in steps) == "---A--"
+
+
 def test_other_steps_wait_for_the_device_a_few_times(outputs) -> None:
     others = [step for step in outputs[2]["steps"] if not step["ahead"]]
     assert len(others) > 30
     assert 3 <= max(step["launch"] for step in others) <= MOST_WAITS
+    if RELEASE != "0.32":
+        # The second round waits for what the first one's last step has drafted ahead.
+        others = [s for s in others if not (s.get("made_up") and "rows" in s)]
     assert all(step.get("verify", 0) == 0 for step in others)
 
 

@@ -41,18 +41,19 @@ def test_no_token_that_is_left_out_would_win(monkeypatch, compiled, spread):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_greedy_rows_and_rows_without_a_finite_logit(monkeypatch, compiled):
+def test_greedy_rows_and_rows_without_finite_or_with_huge_logits(monkeypatch, compiled):
     if not compiled:
         monkeypatch.setattr(extension, "load", lambda: None)
     rng = np.random.default_rng(0)
-    logits = rng.standard_normal((4, 700)).astype(np.float32)
+    logits = rng.standard_normal((5, 700)).astype(np.float32)
     logits[1] = -np.inf
     logits[2, [5, 9]] = np.nan
     logits[3, [300, 500]] = 40.0
-    zeros = np.zeros(4, np.int64)
+    logits[4, [100, 200]] = 1e9  # too large for noise
+    zeros = np.zeros(5, np.int64)
     winners, values = gumbel.noised_argmax(
-        logits, np.array([0, 1, 1, 0], np.float32), zeros, zeros
+        logits, np.array([0, 1, 1, 0, 1], np.float32), zeros, zeros
     )
-    assert winners.tolist() == [logits[0].argmax(), 0, 5, 300]
-    assert values[[0, 1, 3]].tolist() == [logits[0].max(), -np.inf, 40.0]
+    assert winners.tolist() == [logits[0].argmax(), 0, 5, 300, 100]
+    assert values[[0, 1, 3, 4]].tolist() == [logits[0].max(), -np.inf, 40.0, 1e9]
     assert np.isnan(values[2])

@@ -102,6 +102,8 @@ class AheadSteps:
         self._clock = DeviceClock(num_computed.device, lessons)
         # [2, S] how many requests have come to each slot and gone.
         self._changes = np.zeros((2, len(num_computed)), np.int64)
+        # [S] heads get states of these requests' last steps when they are learned of.
+        self._states_come = np.zeros(len(num_computed), bool)
         self._any_started = False
         # Of trees that SSMs were asked for, and of lookups alone.
         self._chances, self._known = (
@@ -118,6 +120,7 @@ class AheadSteps:
         """A request starts in a slot; it has no tree."""
         self._changes[COME, slot] += 1
         self._any_started = True
+        self._states_come[slot] = False
         self._chances.start(slot)
         self._known.start(slot)
         prompt = request.prefill_token_ids
@@ -126,8 +129,9 @@ class AheadSteps:
             self.sizes.pop(request.req_id, None)
 
     def stop(self) -> None:
-        """The host drafts for this step."""
+        """The host drafts for this step; all that there was to learn is learned."""
         self.sizes: dict[str, int] | None = None
+        self._states_come[:] = False
         self._draft_none()
         self._clock.restart()
 
@@ -178,7 +182,8 @@ class AheadSteps:
         follows = self._drafter.follows(roles.decoding)
         decided = self._decided(batch, roles, most, follows)
         if decided.asks:
-            waits = not follows
+            # Nor can a head read on in a prompt behind states that are still to come.
+            waits = not follows or self._states_come[roles.prompts].any()
         else:
             waits = any(head.is_full(batch.num_tokens) for head in self._heads)
         if waits:
@@ -273,6 +278,7 @@ class AheadSteps:
             source.ssm.kv.fall_behind(slots)
         if states is None:
             return
+        self._states_come[slots] = True
         starts = batch.query_start_loc_np[: batch.num_reqs + 1].copy()
         wait = states.that_stay(starts, batch.is_prefilling_np, num_new)
         come = self._changes[COME, slots]

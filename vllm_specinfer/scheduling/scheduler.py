@@ -49,6 +49,9 @@ class SpecInferScheduler(Scheduler):
             # for which there is no tree and perhaps no room.
             every_size = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * every_size
+        # vLLM 0.33 asks for no drafts inside a prompt, nor before a request's last
+        # token; but the SSMs read prompts along with the target.
+        self.can_skip_drafts = False
         # Of requests with a grammar and drafts.
         self._trees: dict[str, TokenTree] = {}
         # Of the step whose output is being processed.

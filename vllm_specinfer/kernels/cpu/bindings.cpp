@@ -53,8 +53,9 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
               "query and out must be [T, H, D] with dense heads");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0, "query heads must be a multiple",
               " of ", kv_cache.size(1), "; got ", query.size(1));
-  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous()),
-              "sinks must be contiguous float32");
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() &&
+                         sinks->numel() == query.size(1)),
+              "sinks must be contiguous float32 [", query.size(1), "]");
   TORCH_CHECK(window == 0 || window >= 64 * ancestor_bits.size(1),
               "window must be 0 or at least ", 64 * ancestor_bits.size(1), "; got ",
               window);

@@ -54,7 +54,8 @@ def _draw(logits: np.ndarray, best: int, seed: int, pos: int) -> tuple[int, floa
     if not np.isfinite(top[0]):
         return best, float(top[0])
     bound = top + noise.gumbel_noise(seed, pos, np.array([best]))
-    tokens = np.flatnonzero(logits > bound - MAX_NOISE)
+    # Not `>`: of large numbers nothing may be taken away in float32.
+    tokens = np.flatnonzero(logits >= bound - MAX_NOISE)
     values = logits[tokens] + noise.gumbel_noise(seed, pos, tokens)
     winner = int(values.argmax())
     return int(tokens[winner]), float(values[winner])
