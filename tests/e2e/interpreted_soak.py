@@ -3,9 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.e2e.interpreted_soak --minutes 20
 
 Each round is an engine with asynchronous scheduling, other requests, other sources,
-another scheduler and few or many KV blocks. Where draws are tested, sampled texts are
-those of the CPU's engine, as long as nothing that either learns or lacks comes between.
-Not part of CI.
+another scheduler, few or many KV blocks, prompts in larger or smaller pieces, and SSMs
+that may rest in some steps, or trees that may be smaller by the batch. Where draws are
+tested, sampled texts are those of the CPU's engine, as long as nothing that either
+learns or lacks comes between. Not part of CI.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     interpreter.prepare()
     from tests.e2e import engine
-    from tests.e2e.interpreted_worker import cuda_path
+    from tests.e2e.interpreted_worker import cuda_path, resting_ssms
     from vllm_specinfer import plugin
     from vllm_specinfer.options import TESTS_DRAWS
 
@@ -69,8 +70,16 @@ def main() -> None:
         if args.only:
             name, spec = args.only, sources[args.only]
         options = {"scheduler": rng.choice(["static", "auto"])}
+        if rng.random() < 0.3:
+            by_batch = [[n, n, rng.randint(0, 4)] for n in (1, 2, 3)]
+            options["num_speculative_tokens_per_batch_size"] = by_batch
         blocks = rng.choice([5, 7, 64])
         llm = {**LLM, "max_num_seqs": 3, "num_gpu_blocks_override": blocks}
+        llm["max_num_batched_tokens"] = rng.choice([24, 32, 64])
+        llm["long_prefill_token_threshold"] = rng.choice([0, 0, 5])
+        # Of static budgets; all others ask when it pays.
+        rests = options["scheduler"] == "static" and rng.random() < 0.5
+        asks = "".join(rng.choice("+-") for _ in range(5)) if rests else "+"
         job = {
             "llm": {"model": target, **llm},
             "prompts": [r.prompt[:90] for r in the_requests(NUM_REQUESTS, seed)],
@@ -83,7 +92,7 @@ def main() -> None:
         plain, of_cpu = engine.run(
             [{**job, "plain_v2": True}, {**job, "llm": with_trees}]
         )
-        with cuda_path() as counts:
+        with cuda_path() as counts, resting_ssms(asks):
             (found,) = engine._run_jobs(
                 [{**job, "llm": with_trees, "asynchronous": True}]
             )
@@ -91,13 +100,15 @@ def main() -> None:
         # Log probabilities wait in verification.
         waits = sum(step["launch"] for step in ahead)
         print(
-            f"seed {seed}: {name}, {options['scheduler']}, {blocks} blocks: "
+            f"seed {seed}: {name}, {options}, {blocks} blocks, steps of "
+            f"{llm['max_num_batched_tokens']}, SSMs asked {asks}: "
             f"{len(counts.steps)} steps, {len(ahead)} ahead with {waits} waits, "
             f"{found['preemptions']} preemptions, {found['drafts']} trees, "
             f"{found['accepted']} nodes accepted",
             flush=True,
         )
         same = not found["preemptions"] and options["scheduler"] == "static"
+        same = same and not rests
         for i, params in enumerate(job["params"]):
             right = plain
             if tests_draws and params["temperature"]:
