@@ -105,7 +105,8 @@ def test_a_budget_of_another_size_is_refused():
     with pytest.raises(ValueError):
         engine(num_sources=3)[0].recall(learned)
     for broken in (float("nan"), "x", None):
-        for numbers in (learned["budget"]["profile"], learned["distrust"]):
+        costs = learned["budget"]["draft"]["values"]
+        for numbers in (learned["budget"]["profile"], costs, learned["distrust"]):
             right, numbers[0] = numbers[0], broken
             sources, budget = engine()
             with pytest.raises((TypeError, ValueError)):
