@@ -25,10 +25,14 @@ TUNE = ["tune", "--out", "new", "--prompts", "mine.txt"]
         ([*BENCH, "--out", "new", "--config", "a={bad"], "must be a JSON object"),
         ([*BENCH, "--out", "new", "--config", "a"], "must be NAME=JSON such as"),
         ([*BENCH, "--out", "new", "--target", str(POOL)], "got the pool"),
-        ([*BENCH, "--out", "new", "--batches", "1", "0"], "at least 1; got 0"),
-        ([*BENCH, "--out", "new", "--starts", "0"], "at least 1; got 0"),
-        ([*BENCH, "--out", "new", "--max-turns", "-1"], "at least 0; got -1"),
-        (["fit-scheduler", "trace", "--out", "new", "--size", "-1"], "at least 0 and"),
+        (
+            ["fit-scheduler", "trace", "--out", "new", "--size", "-1"],
+            "must be a whole number of at least 0 and at most 256; got -1",
+        ),
+        (
+            ["fit-scheduler", "trace", "--out", "new", "--sizes", "8", "257"],
+            "must be a whole number of at least 0 and at most 256; got 257",
+        ),
         (["reproduce", "table1", "--out", "new", "--most", "0"], "at least 1; got 0"),
         (
             ["reproduce", "scheduler", "--out", "new", "--size", "1000"],

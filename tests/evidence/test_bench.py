@@ -219,6 +219,9 @@ def test_the_lengths_of_answers_are_spread_evenly():
             ["--config", 'a={"method": "ngram"}', "--config", 'b={"method": "ngram"}'],
             "one engine with method 'ngram' per process; got more: a, b",
         ),
+        (["--config", 'a={"model": "ngram"}', "--batches", "0"], "at least 1; got [0]"),
+        (["--config", 'a={"model": "ngram"}', "--starts", "0"], "at least 1; got 0"),
+        (["--config", 'a={"model": "ngram"}', "--max-turns", "-1"], "at least 0; got"),
         (["--config", 'a={"model": "ngram"}', "--max-tokens", "1"], "at least 2; got"),
         (["--config", 'a={"model": "ngram"}', "--batches", "9"], "at least 9 prompts"),
         (

@@ -62,6 +62,31 @@ def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> Non
     )
 
 
+def target_of(args: argparse.Namespace) -> str:
+    """The target, whose engines are to live in this process."""
+    from vllm_specinfer.evidence.engines import stay_in_process
+
+    stay_in_process()
+    return args.target or str(assets.smollm2())
+
+
+def answers_to(
+    args: argparse.Namespace, prompts: str, temperatures: list[float]
+) -> Any:
+    """What a command's engines answer."""
+    chosen = target_of(args)
+    from vllm_specinfer.evidence.record import Answers
+
+    return Answers(
+        target=chosen,
+        prompts=prompts,
+        temperatures=temperatures,
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        engine=args.engine,
+    )
+
+
 def _add_record(commands: "argparse._SubParsersAction") -> None:
     parser = commands.add_parser(
         "record",
@@ -80,19 +105,9 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
 
 
 def _record(args: argparse.Namespace) -> int:
-    from vllm_specinfer.evidence.engines import stay_in_process
+    answers = answers_to(args, args.prompts, [args.temperature])
+    from vllm_specinfer.evidence.record import record
 
-    stay_in_process()
-    from vllm_specinfer.evidence.record import Answers, record
-
-    answers = Answers(
-        target=args.target or str(assets.smollm2()),
-        prompts=args.prompts,
-        temperatures=[args.temperature],
-        max_prompts=args.max_prompts,
-        max_tokens=args.max_tokens,
-        engine=args.engine,
-    )
     record(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv)
     print(f"trace in {args.out}; now vllm-specinfer simulate {args.out}")
     return 0
@@ -248,21 +263,17 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         "--temperatures", type=at_least(float, 0), nargs="+", default=[0.0]
     )
     parser.add_argument(
-        "--batches",
-        type=at_least(int, 1),
-        nargs="+",
-        default=[1],
-        help="requests in flight (1)",
+        "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
     )
     parser.add_argument(
         "--starts",
-        type=at_least(int, 1),
+        type=int,
         default=2,
         help="measure so often, the engines started in alternating orders (2)",
     )
     parser.add_argument(
         "--max-turns",
-        type=at_least(int, 0),
+        type=int,
         default=0,
         help="turns that count, of each batch size and start; 0 (default): all that "
         "the prompts allow",

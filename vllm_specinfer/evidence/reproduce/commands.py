@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer import assets
 from vllm_specinfer.evidence.arguments import at_least, model, out_folder
 from vllm_specinfer.evidence.commands import (
     PROMPTS_HELP,
     answer_options,
+    answers_to,
     engine_options,
     fit_options,
+    target_of,
 )
 from vllm_specinfer.evidence.tables import report
 from vllm_specinfer.options import METHOD, VERIFICATIONS
@@ -150,31 +151,8 @@ def _add_sizes(
     parser.add_argument("--nodes", type=int, nargs="+", default=nodes)
 
 
-def _target(args: argparse.Namespace) -> str:
-    from vllm_specinfer.evidence.engines import stay_in_process
-
-    stay_in_process()
-    return args.target or str(assets.smollm2())
-
-
 def _answers(args: argparse.Namespace) -> Any:
-    return _answers_to(args, args.prompts, args.temperatures)
-
-
-def _answers_to(
-    args: argparse.Namespace, prompts: str, temperatures: list[float]
-) -> Any:
-    target = _target(args)
-    from vllm_specinfer.evidence.record import Answers
-
-    return Answers(
-        target=target,
-        prompts=prompts,
-        temperatures=temperatures,
-        max_prompts=args.max_prompts,
-        max_tokens=args.max_tokens,
-        engine=args.engine,
-    )
+    return answers_to(args, args.prompts, args.temperatures)
 
 
 def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], **axes: str) -> int:
@@ -216,7 +194,7 @@ def _ssms(args: argparse.Namespace) -> int:
 
 
 def _scheduler(args: argparse.Namespace) -> int:
-    sets = [_answers_to(args, name, [args.temperature]) for name in args.prompts]
+    sets = [answers_to(args, name, [args.temperature]) for name in args.prompts]
     from vllm_specinfer.evidence.reproduce.scheduler import USUAL_COSTS, scheduler
     from vllm_specinfer.evidence.simulate import read_costs
 
@@ -247,7 +225,7 @@ def _offload(args: argparse.Namespace) -> int:
 
 
 def _regime(args: argparse.Namespace, engine: dict[str, Any]) -> int:
-    target = _target(args)
+    target = target_of(args)
     from vllm_specinfer.evidence.bench import BenchSettings
     from vllm_specinfer.evidence.reproduce.regimes import compare
 
@@ -277,7 +255,7 @@ def _treeattn(args: argparse.Namespace) -> int:
 
 
 def _memory(args: argparse.Namespace) -> int:
-    target = _target(args)
+    target = target_of(args)
     from vllm_specinfer.evidence.reproduce.memory import memory
 
     rows = memory(target, args.ssm, args.nodes, args.batches, args.engine)

@@ -22,11 +22,10 @@ from vllm_specinfer.evidence.engines import (
     start_engine,
     tree_counts,
 )
-from vllm_specinfer.evidence.record import Answers
+from vllm_specinfer.evidence.record import MAX_NUM_SEQS, Answers
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
-MAX_NUM_SEQS = 8
 WIDER = 8  # nodes of a level
 
 
