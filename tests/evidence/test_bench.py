@@ -207,6 +207,8 @@ def test_the_lengths_of_answers_are_spread_evenly():
     assert sorted(lengths) == [62, 88, 112, 138] and lengths != sorted(lengths)
     assert settings.longest == 150
     assert bench.BenchSettings("", {}, ["p"], max_tokens=100).lengths(2) == [100, 100]
+    shortest = bench.BenchSettings("", {}, ["p"], max_tokens=2, range_ratio=0.95)
+    assert min(shortest.lengths(100)) == 1
 
 
 @pytest.mark.parametrize(
