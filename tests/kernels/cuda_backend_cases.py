@@ -147,6 +147,22 @@ def replayed_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return outputs
 
 
-def outputs() -> tuple[Any, Any]:
+def blocks_of_layers() -> list[tuple[int, int]]:
+    """Blocks of a request's 21 rows by KV heads, and how many they should be."""
+    from vllm_specinfer.attention import cuda
+
+    found = []
+    for num_kv_heads, group in ((1, 8), (2, 4), (4, 2)):
+        step = cases.step([Request(5, 21)], num_kv_heads=num_kv_heads, group=group)
+        builder = make_builder(step["kv_cache"], torch.float32, 8)
+        # Heads of a model's layers may differ; its config knows one number.
+        builder.num_heads_kv = builder.headdim = 0
+        metadata = builder.build(0, common_metadata(step), tree=step["tree"])
+        rows = cuda.rows_per_block(metadata.tile_rows, group, 32, 4)
+        found.append((metadata.row_blocks.count.item(), -(-21 // rows)))
+    return found
+
+
+def outputs() -> tuple[Any, Any, Any]:
     """What layers and definition give."""
-    return mixed_steps(), replayed_steps()
+    return mixed_steps(), replayed_steps(), blocks_of_layers()

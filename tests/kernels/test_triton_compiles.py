@@ -20,6 +20,7 @@ from vllm_specinfer.kernels.triton import (
     matches,
     penalties,
     places,
+    row_blocks,
     texts,
     tiles,
     tree_attention,
@@ -46,10 +47,10 @@ POINTERS = {
     "*bf16": "out query kv_cache sinks",
     "*fp32": "partial moments k_scale v_scale",
     "*i64": "bits layers slot_mapping targets drafts first num_rows places rows ends "
-    "slots lengths",
+    "slots lengths tokens",
     "*i32": "block_table query_start_loc seq_lens context_lens path count parents "
     "searched texts requests",
-    "*i1": "is_tree",
+    "*i1": "is_tree attended",
 }
 
 
@@ -148,6 +149,14 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
         ),
         (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
+        *(
+            (
+                row_blocks._row_blocks_kernel,
+                {"ROWS": 3, "ALL": every, "BLOCK": row_blocks.BLOCK},
+                BLOCKS,
+            )
+            for every in (False, True)
+        ),
         (
             penalties._path_penalties_kernel,
             {"BLOCK": penalties.BLOCK},

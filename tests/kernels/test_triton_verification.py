@@ -52,7 +52,7 @@ def test_draws_are_tested_as_the_definition_says(outputs) -> None:
 
 def test_walks_follow_the_targets_tokens(outputs) -> None:
     deepest = 0
-    for seed, (path, count) in zip(cases.SEEDS, outputs[1], strict=True):
+    for seed, (path, count, tokens) in zip(cases.SEEDS, outputs[1], strict=True):
         case = cases.tree_case(seed)
         for r, (first, rows) in enumerate(
             zip(case["first"], case["num_rows"], strict=True)
@@ -62,8 +62,12 @@ def test_walks_follow_the_targets_tokens(outputs) -> None:
                 case["drafts"][first + 1 : first + 1 + nodes],
                 case["parents"][r, :nodes],
             )
-            while walk.advance(int(case["targets"][first + walk.node + 1])):
-                pass
-            assert path[r, : count[r]].tolist() == walk.path
+            emitted = [target := int(case["targets"][first])]
+            while walk.advance(target):
+                emitted.append(target := int(case["targets"][first + walk.node + 1]))
+            zeros = [0] * (path.shape[1] - len(walk.path))
+            assert count[r] == len(walk.path)
+            assert path[r].tolist() == walk.path + zeros
+            assert tokens[r].tolist() == emitted + zeros
             deepest = max(deepest, len(walk.path))
     assert deepest > 4

@@ -74,6 +74,6 @@ def outputs(device: str = "cpu") -> tuple[list, list]:
         case["positions"] += TEST_SALT
         found = verification.verify_draws(**case)
         draws.append((found.cpu(), case["logits"].cpu()))
-        path, count = verification.walk_trees(**tensors(tree_case(seed), device))
-        walks.append((path.cpu(), count.cpu()))
+        walked = verification.walk_trees(**tensors(tree_case(seed), device))
+        walks.append([values.cpu() for values in walked])
     return draws, walks

@@ -115,17 +115,14 @@ class DeviceTreeSampler(TreeSampler):
         first, num_rows = stage(
             logits.device, np.cumsum(counts) - counts, counts.astype(np.int32)
         )
-        path, num_accepted = walk_trees(targets, drafts, first, num_rows, parents)
-        depths = torch.arange(path.shape[1], device=path.device)
-        path = torch.where(depths < num_accepted[:, None], path, 0)
-        rows = first[:, None] + torch.nn.functional.pad(path, (1, 0))
+        path, count, emitted = walk_trees(targets, drafts, first, num_rows, parents)
         self._on_time(VERIFY, time.perf_counter() - started)
-        self._commit(input_batch, path, num_accepted)
+        self._commit(input_batch, path, count)
         return self._emitted(
             input_batch,
-            targets[rows],
-            num_accepted + 1,
-            _chosen(placed(len(targets), zip(chunks, found, strict=True)), rows),
+            emitted,
+            count + 1,
+            _chosen(placed(len(targets), zip(chunks, found, strict=True)), first, path),
             None if num_nans[0] is None else torch.cat(num_nans)[first],
         )
 
@@ -195,7 +192,7 @@ class DeviceTreeSampler(TreeSampler):
 
 
 def _chosen(
-    found: LogprobsTensors | None, rows: torch.Tensor
+    found: LogprobsTensors | None, first: torch.Tensor, path: torch.Tensor
 ) -> LogprobsTensors | None:
     """Log probabilities of emitted tokens; behind them stands what nobody reads.
 
@@ -204,9 +201,11 @@ def _chosen(
 
     Args:
         found: Of all rows.
-        rows: [R, N + 1] of each request.
+        first: [R] first row of each request.
+        path: [R, N] rows that it has accepted, and zeros.
     """
     if found is None:
         return None
+    rows = first[:, None] + torch.nn.functional.pad(path, (1, 0))
     num_reqs, width = rows.shape
     return taken(found, rows.flatten(), [i * width for i in range(num_reqs + 1)])

@@ -6,6 +6,11 @@ Dimension legend: R requests, T query rows, P programs of a KV head.
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+
+# Requests, or blocks of one, that a program looks at at once.
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,52 @@ class RowBlocks:
             rows_per_block: Rows of one.
             attended: [R] bool which requests have any; all by default.
         """
-        counts = (query_start_loc.diff() + (rows_per_block - 1)) // rows_per_block
-        if attended is not None:
-            counts = torch.where(attended, counts, 0)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        block = torch.arange(len(self.requests), dtype=torch.int32, device=ends.device)
-        found = torch.searchsorted(ends, block, right=True)
-        request = found.clamp_max(len(counts) - 1)
-        self.requests.copy_(request)
-        self.places.copy_(block - (ends - counts)[request])
-        self.count.copy_(ends[-1:])
+        _row_blocks_kernel[(len(query_start_loc) - 1,)](
+            self.requests,
+            self.places,
+            self.count,
+            query_start_loc,
+            attended,
+            ROWS=rows_per_block,
+            ALL=attended is None,
+            BLOCK=BLOCK,
+        )
+
+
+@triton.jit
+def _row_blocks_kernel(
+    requests_ptr,
+    places_ptr,
+    count_ptr,
+    query_start_loc_ptr,
+    attended_ptr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    r = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    # Blocks of the requests before this one, and its own.
+    before = 0
+    own = 0
+    for first in range(0, r + 1, BLOCK):
+        request = first + lanes
+        real = request <= r
+        start = tl.load(query_start_loc_ptr + request, mask=real, other=0)
+        end = tl.load(query_start_loc_ptr + request + 1, mask=real, other=0)
+        counts = (end - start + ROWS - 1) // ROWS
+        if not ALL:
+            attended = tl.load(attended_ptr + request, mask=real, other=0)
+            counts = tl.where(attended != 0, counts, 0)
+        before += tl.sum(tl.where(request < r, counts, 0))
+        own += tl.sum(tl.where(request == r, counts, 0))
+    for first in range(0, own, BLOCK):
+        place = first + lanes
+        real = place < own
+        tl.store(requests_ptr + before + place, r, mask=real)
+        tl.store(places_ptr + before + place, place, mask=real)
+    if r == tl.num_programs(0) - 1:
+        tl.store(count_ptr, before + own)
 
 
 def max_row_blocks(num_rows: int, num_reqs: int, rows: int) -> int:

@@ -117,6 +117,7 @@ def verify_draws(
 def _walk_kernel(
     path_ptr,
     count_ptr,
+    tokens_ptr,
     targets_ptr,
     drafts_ptr,
     first_ptr,
@@ -131,18 +132,23 @@ def _walk_kernel(
     here = n < tl.load(num_rows_ptr + r) - 1
     parents = tl.load(parents_ptr + r * num_nodes + n, mask=here, other=-2)
     drafts = tl.load(drafts_ptr + first + 1 + n, mask=here, other=-1)
+    path = tl.zeros([BLOCK], tl.int32)
+    tokens = tl.zeros([BLOCK], tl.int64)
     node = -1  # the root
     count = 0
     walks = True
     while walks:
         target = tl.load(targets_ptr + first + node + 1)
+        tokens = tl.where(n == count, target, tokens)
         # Of equal children the first counts.
         follows = here & (parents == node) & (drafts == target)
         node = tl.min(tl.where(follows, n, BLOCK))
         walks = node < BLOCK
         if walks:
-            tl.store(path_ptr + r * num_nodes + count, node + 1)
+            path = tl.where(n == count, node + 1, path)
             count += 1
+    tl.store(path_ptr + r * num_nodes + n, path, mask=n < num_nodes)
+    tl.store(tokens_ptr + r * (num_nodes + 1) + n, tokens, mask=n <= num_nodes)
     tl.store(count_ptr + r, count)
 
 
@@ -152,7 +158,7 @@ def walk_trees(
     first: torch.Tensor,
     num_rows: torch.Tensor,
     parents: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Follow the target's tokens down the trees of R requests.
 
     Args:
@@ -163,22 +169,25 @@ def walk_trees(
         parents: [R, N] int32 parent of each node, -1 for the root's children.
 
     Returns:
-        [R, N] int32 accepted rows within the request, from depth 1 down, and [R] int32
-        how many they are; entries beyond are undefined.
+        [R, N] int32 accepted rows within the request, from depth 1 down, [R] int32 how
+        many they are, and [R, N + 1] int64 the target's tokens along them, the root's
+        first; zeros beyond.
     """
     num_reqs, num_nodes = parents.shape
     path = torch.empty_like(parents)
     count = torch.empty(num_reqs, dtype=torch.int32, device=parents.device)
+    tokens = targets.new_empty(num_reqs, num_nodes + 1)
     if num_reqs:
         _walk_kernel[(num_reqs,)](
             path,
             count,
+            tokens,
             targets,
             drafts,
             first,
             num_rows,
             parents.contiguous(),
             num_nodes,
-            BLOCK=triton.next_power_of_2(num_nodes),
+            BLOCK=triton.next_power_of_2(num_nodes + 1),
         )
-    return path, count
+    return path, count, tokens

@@ -1,0 +1,35 @@
+"""Steps of any sizes, and the blocks of rows that the kernel cuts them into."""
+
+import numpy as np
+import torch
+
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+
+SEEDS = range(45)
+
+
+def step_of(seed: int) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Rows of each request, which requests are attended (None: all), rows of a block.
+
+    Some steps have more requests than a program looks at at once, some requests more
+    blocks.
+    """
+    rng = np.random.default_rng(seed)
+    num_reqs = 300 if seed % 15 == 0 else rng.integers(1, 9)
+    counts = rng.integers(0, 40, num_reqs) * rng.integers(0, 2, num_reqs)
+    if seed % 15 == 1:
+        counts[-1] = 700
+    attended = rng.random(num_reqs) < 0.7 if rng.random() < 0.5 else None
+    return counts, attended, int(rng.choice([1, 3, 16]))
+
+
+def outputs() -> list[tuple[torch.Tensor, ...]]:
+    """Requests, places and count of the blocks of all steps."""
+    found = []
+    for counts, attended, rows in map(step_of, SEEDS):
+        most = max_row_blocks(int(counts.sum()), len(counts), rows)
+        blocks = RowBlocks.room(most, torch.device("cpu"))
+        starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
+        blocks.fill(starts, rows, None if attended is None else torch.tensor(attended))
+        found.append((blocks.requests, blocks.places, blocks.count))
+    return found
