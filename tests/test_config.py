@@ -349,6 +349,7 @@ def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
     ssm = make_llama(
         "ssm",
         max_position_embeddings=longest,
+        original_max_position_embeddings=64,  # where vLLM looks for it
         rope_parameters=rope | {"rope_theta": 1e4},
     )
     args = EngineArgs(

@@ -301,7 +301,7 @@ def build_ssm_model_config(
         )
     elif (positions := _positions(ssm)) < target.max_model_len:
         raise ValueError(
-            f"max_model_len must be at most the {positions} positions of the SSM "
+            f"max_model_len must be at most the {positions:.0f} positions of the SSM "
             f"{source.model!r}; got {target.max_model_len}"
         )
     # The SSM sees exactly the target's positions, never more, so the limits agree.

@@ -7,7 +7,6 @@ D head size.
 import random
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specinfer.attention import cpu
 from vllm_specinfer.attention.reference import attend_rows
-from vllm_specinfer.cache import cache_folder
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
@@ -761,15 +759,6 @@ def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
         assert extension.load() == "kernels"
     finally:
         extension.load.cache_clear()
-
-
-def test_the_cache_is_where_vllms_is(monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/somewhere")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "~/caches")
-    assert cache_folder() == Path("/somewhere/caches/specinfer")
-    monkeypatch.delenv("VLLM_CACHE_ROOT")
-    assert cache_folder() == Path("/somewhere/.cache/vllm/specinfer")
 
 
 def test_without_a_compiler_the_kernel_is_plain_torch(monkeypatch, tmp_path, caplog):

@@ -3,6 +3,7 @@
 Its passes are played: each row notes the text that it belongs to in the slot it writes.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -215,6 +216,25 @@ def test_what_an_ssm_has_not_read(lookahead, unread):
     kv = draft_kv(4, lookahead)
     kv.read_again(np.arange(4), np.array([3, 9, 5, 8]))
     assert kv.num_unread(np.array([0, 3, 2]), np.array([10, 8, 7])) == unread
+
+
+@pytest.mark.parametrize("sees_images", [True, False])
+def test_placeholders_beyond_the_vocabulary_are_read_as_its_last_token(
+    monkeypatch, sees_images
+):
+    module = "vllm_specinfer.drafting.ssm"
+    monkeypatch.setattr(f"{module}.DraftHead", lambda *_: None)
+    monkeypatch.setattr(f"{module}.set_forward_context", lambda *_, **__: nullcontext())
+    target = SimpleNamespace(is_multimodal_model=sees_images)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=9, get_vocab_size=lambda: 100),
+        speculative_config=SimpleNamespace(target_model_config=target),
+        scheduler_config=None,
+    )
+    model = lambda input_ids, positions: input_ids  # noqa: E731
+    placed = NeuralSSM(model, config, set(), torch.device("cpu"))
+    (read,) = placed._run(torch.tensor([5, 99, 100, 4000]), None, None, None, None)
+    assert read.tolist() == ([5, 99, 99, 99] if sees_images else [5, 99, 100, 4000])
 
 
 def test_no_pass_has_more_rows_than_the_model_was_compiled_for():

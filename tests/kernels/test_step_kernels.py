@@ -9,7 +9,7 @@ import torch
 from interpreter import outputs_of
 
 from vllm_specinfer.hooks import cpu_v2
-from vllm_specinfer.kernels.cpu import step_kernels
+from vllm_specinfer.kernels.cpu import penalties, step_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,13 @@ def test_a_kernel_that_vllm_lacks_is_named_with_the_version() -> None:
     with pytest.raises(RuntimeError, match="input_batch._vanished_kernel") as error:
         step_kernels.register({"input_batch.vanished": lambda: None})
     assert vllm.__version__ in str(error.value)
+
+
+def test_placeholders_beyond_the_vocabulary_are_not_counted() -> None:
+    """Of images, say; vLLM's kernel would write them behind its row."""
+    masks, counts = torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 40)
+    tokens = torch.tensor([[3, 64, 33, 4000, 7], 5 * [0]], dtype=torch.int32)
+    lengths = torch.tensor([[4, 0], [5, 0]], dtype=torch.int32)
+    penalties.bincount(torch.tensor([0]), tokens, 5, *lengths, masks, 2, counts, 40)
+    assert masks.tolist() == [[1 << 3, 1 << 1], [0, 0]]
+    assert counts.nonzero().tolist() == [[0, 7]]
