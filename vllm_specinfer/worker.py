@@ -206,6 +206,16 @@ class TreeWorker(Worker):
             "start_draft_weight_update"
         )
 
+    def shutdown(self) -> None:
+        """With the verifier, which vLLM keeps: it holds models and captured graphs.
+
+        Graphs must go before the communicators that they use
+        (vllm/distributed/device_communicators/pynccl.py).
+        """
+        if (runner := getattr(self, "model_runner", None)) is not None:
+            runner.rejection_sampler = None
+        super().shutdown()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         """The KV cache, if it slept, has woken up empty."""
         super().wake_up(tags)

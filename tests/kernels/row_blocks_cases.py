@@ -8,8 +8,8 @@ from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 SEEDS = range(45)
 
 
-def step_of(seed: int) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Rows of each request, which requests are attended (None: all), rows of a block.
+def step_of(seed: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows of each request, which requests are attended, rows of a block.
 
     Some steps have more requests than a program looks at at once, some requests more
     blocks.
@@ -19,7 +19,7 @@ def step_of(seed: int) -> tuple[np.ndarray, np.ndarray | None, int]:
     counts = rng.integers(0, 40, num_reqs) * rng.integers(0, 2, num_reqs)
     if seed % 15 == 1:
         counts[-1] = 700
-    attended = rng.random(num_reqs) < 0.7 if rng.random() < 0.5 else None
+    attended = rng.random(num_reqs) < rng.choice([0.7, 1])
     return counts, attended, int(rng.choice([1, 3, 16]))
 
 
@@ -30,6 +30,6 @@ def outputs() -> list[tuple[torch.Tensor, ...]]:
         most = max_row_blocks(int(counts.sum()), len(counts), rows)
         blocks = RowBlocks.room(most, torch.device("cpu"))
         starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
-        blocks.fill(starts, rows, None if attended is None else torch.tensor(attended))
+        blocks.fill(starts, rows, torch.tensor(attended))
         found.append((blocks.requests, blocks.places, blocks.count))
     return found

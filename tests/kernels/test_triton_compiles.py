@@ -149,13 +149,10 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
         ),
         (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
-        *(
-            (
-                row_blocks._row_blocks_kernel,
-                {"ROWS": 3, "ALL": every, "BLOCK": row_blocks.BLOCK},
-                BLOCKS,
-            )
-            for every in (False, True)
+        (
+            row_blocks._row_blocks_kernel,
+            {"ROWS": 3, "BLOCK": row_blocks.BLOCK},
+            BLOCKS,
         ),
         (
             penalties._path_penalties_kernel,

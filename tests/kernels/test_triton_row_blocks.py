@@ -14,7 +14,7 @@ def test_every_row_that_is_attended_is_in_one_block(tmp_path) -> None:
         wanted = [
             (r, place)
             for r, count in enumerate(counts.tolist())
-            if attended is None or attended[r]
+            if attended[r]
             for place in range(-(-count // rows))
         ]
         requests, places, count = (values.tolist() for values in found)

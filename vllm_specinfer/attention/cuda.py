@@ -95,6 +95,7 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
                 max_num_rows, words, dtype=torch.int64, device=device
             ),
         )
+        self._all = torch.ones_like(self._trees.is_tree)
         self._holds_trees = self._captured = False
         rows = self._rows_per_block(self._tree_rows)
         most = max_row_blocks(max_num_rows, max_num_reqs, rows)
@@ -205,10 +206,10 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def _lay_out(self, stock: TritonAttentionMetadata) -> RowBlocks:
         """Which rows the programs of a step attend."""
-        starts, attended = stock.query_start_loc, None
+        starts = stock.query_start_loc
         num_reqs = len(starts) - 1
-        if stock.max_query_len > _most_rows(self._trees):
-            attended = self._trees.is_tree[:num_reqs]
+        with_prompts = stock.max_query_len > _most_rows(self._trees)
+        attended = self._trees.is_tree if with_prompts else self._all
         rows = self._rows_per_block(self._tree_rows)
         self._row_blocks.fill(starts, rows, attended)
         most = max_row_blocks(stock.num_actual_tokens, num_reqs, rows)

@@ -53,14 +53,14 @@ class RowBlocks:
         self,
         query_start_loc: torch.Tensor,
         rows_per_block: int,
-        attended: torch.Tensor | None = None,
+        attended: torch.Tensor,
     ) -> None:
         """Blocks of the rows of a step, where captured graphs find them.
 
         Args:
             query_start_loc: [R + 1] int32.
             rows_per_block: Rows of one.
-            attended: [R] bool which requests have any; all by default.
+            attended: [R] bool which requests have any.
         """
         _row_blocks_kernel[(len(query_start_loc) - 1,)](
             self.requests,
@@ -69,7 +69,6 @@ class RowBlocks:
             query_start_loc,
             attended,
             ROWS=rows_per_block,
-            ALL=attended is None,
             BLOCK=BLOCK,
         )
 
@@ -82,7 +81,6 @@ def _row_blocks_kernel(
     query_start_loc_ptr,
     attended_ptr,
     ROWS: tl.constexpr,
-    ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     r = tl.program_id(0)
@@ -95,10 +93,8 @@ def _row_blocks_kernel(
         real = request <= r
         start = tl.load(query_start_loc_ptr + request, mask=real, other=0)
         end = tl.load(query_start_loc_ptr + request + 1, mask=real, other=0)
-        counts = (end - start + ROWS - 1) // ROWS
-        if not ALL:
-            attended = tl.load(attended_ptr + request, mask=real, other=0)
-            counts = tl.where(attended != 0, counts, 0)
+        attended = tl.load(attended_ptr + request, mask=real, other=0) != 0
+        counts = tl.where(attended, (end - start + ROWS - 1) // ROWS, 0)
         before += tl.sum(tl.where(request < r, counts, 0))
         own += tl.sum(tl.where(request == r, counts, 0))
     for first in range(0, own, BLOCK):

@@ -476,7 +476,8 @@ def tree_attention(
     if row_blocks is None:
         most_blocks = max_row_blocks(len(query), num_reqs, rows)
         row_blocks = RowBlocks.room(most_blocks, query.device)
-        row_blocks.fill(query_start_loc, rows, None if chains else tree.is_tree)
+        attended = torch.ones_like(tree.is_tree) if chains else tree.is_tree
+        row_blocks.fill(query_start_loc, rows, attended)
     most_blocks = len(row_blocks.requests)
     if num_programs is None:
         num_programs = choose_num_programs(num_kv_heads, query.device)

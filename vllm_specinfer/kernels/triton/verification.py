@@ -16,6 +16,10 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform64
 
+# Draws of lookups, of an SSM and of both have different numbers of candidates; one
+# compilation serves them all.
+LEAST_BLOCK = 256
+
 
 @triton.jit(do_not_specialize=["num_candidates", "num_draws"])
 def _verify_draws_kernel(
@@ -108,7 +112,7 @@ def verify_draws(
             positions,
             num_candidates,
             places.shape[1],
-            BLOCK=triton.next_power_of_2(num_candidates),
+            BLOCK=max(LEAST_BLOCK, triton.next_power_of_2(num_candidates)),
         )
     return found
 
