@@ -8,6 +8,7 @@ import pytest
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.options import BestFirstTree
 from vllm_specinfer.scheduling import budget_memory
+from vllm_specinfer.scheduling.budget_memory import SAVE_STEPS, BudgetMemory
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor, node_features
@@ -38,15 +39,27 @@ def experienced():
     return sources, budget
 
 
+def remembering(monkeypatch, file, sources, rank=0):
+    """The memory of one of the ranks; the others would get the same."""
+    monkeypatch.setattr(budget_memory, "of_first_rank", lambda value: value)
+    monkeypatch.setattr(budget_memory, "is_first_rank", lambda: rank == 0)
+    return BudgetMemory(file, sources)
+
+
 def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     sources, budget = experienced()
     file = budget_memory.file_of("target", "sources")
-    assert budget_memory.load(file) is None
-    budget_memory.save(file, sources.learned())
+    for rank in (1, 0):
+        memory = remembering(monkeypatch, file, sources, rank)
+        for _ in range(SAVE_STEPS - 1):
+            memory.note_step()
+        assert not file.exists()
+        memory.note_step()
+        assert file.exists() is (rank == 0)
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     again, recalled = engine()
-    again.recall(budget_memory.load(file))
+    remembering(monkeypatch, file, again)
     for rows in (1, 9, 40):
         cost = recalled._step.seconds(rows, True)
         assert cost == pytest.approx(budget._step.seconds(rows, True), rel=0.05)
