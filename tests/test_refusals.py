@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import StructuredOutputsConfig
 
 from tests.conftest import LLAMA, write_model
 from vllm_specinfer import refusals
+
+ENFORCER = "lm-format-enforcer"
 
 pytestmark = pytest.mark.usefixtures("v2_undone")
 
@@ -33,6 +36,10 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
         ({"diffusion_config": {}}, "diffusion_config must be left out"),
         ({"return_sampling_mask": True}, "return_sampling_mask must be left out"),
         ({"use_fp64_gumbel": True}, "use_fp64_gumbel must be left out"),
+        (
+            {"structured_outputs_config": StructuredOutputsConfig(backend=ENFORCER)},
+            "structured_outputs_config.backend must be auto, xgrammar",
+        ),
         (
             {"enable_return_routed_experts": True},
             "enable_return_routed_experts must be left out",

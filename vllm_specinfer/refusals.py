@@ -104,6 +104,13 @@ def feature_reason(config: Any) -> str | None:
             "vLLM takes the first rows for the accepted ones",
             True,
         )
+    grammars = getattr(config, "structured_outputs_config", None)
+    if getattr(grammars, "backend", None) == "lm-format-enforcer":
+        return (
+            "structured_outputs_config.backend must be auto, xgrammar, guidance or "
+            "outlines with method specinfer, this one takes no drafts; got "
+            f"{grammars.backend}"
+        )
     for name, why in (
         ("use_fp64_gumbel", "drafts are drawn in float32"),
         ("return_sampling_mask", "masks are not collected along a path"),
