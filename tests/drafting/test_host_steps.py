@@ -1,11 +1,15 @@
-"""Which of the target's rows a head reads after a step."""
+"""What the host learns of a step that it drafts for, and which rows a head reads."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import torch
 
 from vllm_specinfer.drafting.host_steps import HostSteps
 from vllm_specinfer.scheduling.step_stats import WorkerStats
+from vllm_specinfer.tree.candidates import FinishedTrees
+from vllm_specinfer.tree.table import TreeTable
 
 
 def test_only_the_tree_of_the_step_itself_says_which_rows_stay():
@@ -17,3 +21,31 @@ def test_only_the_tree_of_the_step_itself_says_which_rows_stay():
     slots, starts = np.array([4, 2, 0]), np.array([0, 6, 7])
     rows = steps._rows_that_stay(slots, starts, np.array([3, 1, 4]), verified)
     assert rows.tolist() == [0, 2, 4, 6, 7, 8, 9, 10]
+
+
+def test_seconds_are_those_of_plain_decoding_or_of_trees():
+    sources, budget, memory = mock.Mock(), mock.Mock(), mock.Mock()
+    trees, slots = TreeTable(max_num_reqs=5, num_nodes=3), np.array([4, 2])
+    requests = mock.Mock(max_num_reqs=5, device=torch.device("cpu"))
+    steps = HostSteps(requests, None, trees, sources, budget, memory, [], False)
+    none = FinishedTrees.none(2, 3, 1)
+    sources.propose.return_value = none, [{}, {}], [], {}
+    for num_rows, decodes_only in ((2, True), (3, True), (8, True), (40, False)):
+        batch = SimpleNamespace(num_tokens=num_rows, num_reqs=2, req_ids=["a", "b"])
+        asked = mock.Mock(input_batch=batch, num_nodes=3)
+        steps._step = lambda *_, decodes_only=decodes_only: SimpleNamespace(
+            slots=slots,
+            growing=np.arange(2),
+            roots=SimpleNamespace(roots=np.zeros(2, np.int64)),
+            decodes_only=decodes_only,
+        )
+        assert steps.draft(asked, WorkerStats(), WorkerStats()).shape == (2, 3)
+    observed = [call.args for call in budget.observe_step.call_args_list]
+    assert [(rows, has_trees) for rows, _, has_trees in observed] == [
+        (2, False),
+        (3, True),
+        (8, True),
+    ]
+    # Between the end of drafting and the next time it is asked for.
+    assert all(0 < seconds < 60 for _, seconds, _ in observed[1:])
+    assert memory.note_step.call_count == 3
