@@ -87,6 +87,10 @@ def nested(depth):
     ("raw", "part"),
     [
         ({"model": "m", "num_speculative_tokens": 10**9}, "at most 1024; got 10000000"),
+        (
+            {"ssms": [{"model": "m", "num_speculative_tokens": 10**9}, "suffix"]},
+            "ssms[0].num_speculative_tokens must be at most 1024; got 1000000000",
+        ),
         ({"model": "m", "tree": [2] * 11}, "num_speculative_tokens must be at most"),
         ({"model": "m", "tree": [1] * 10**6}, "at most 1024 levels; got 1000000"),
         ({"model": "m", "tree": [1, 10**9]}, "integers of at most 1024; got 100000000"),

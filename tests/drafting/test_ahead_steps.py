@@ -484,6 +484,14 @@ def test_a_head_that_has_kept_too_much_reads_it(steps, grow):
     assert not steps.sources.ssms[0].behind
 
 
+def test_where_no_node_gets_a_row_it_is_the_budgets_choice(steps):
+    steps.budget.size = 0
+    _, stats = draft(steps, a_batch([3, 0]))  # nothing is found for the second one
+    steps.count()
+    assert stats.reasons == {"r3": BUDGET, "r0": BUDGET}
+    assert not steps.sizes and not any(stats.drafted.values())
+
+
 @pytest.mark.parametrize("size", [0, 2])
 def test_lookups_go_on_without_ssms(steps, size):
     lookup = Lookup()

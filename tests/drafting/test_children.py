@@ -8,6 +8,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_specinfer.drafting.children import (
+    FLAT_ACCEPTANCE,
     ChildChooser,
     DraftRows,
     coupled_children,
@@ -102,6 +103,22 @@ def test_equal_draws_share_a_child_but_both_are_kept():
         assert NO_DRAW not in places
         for j, place in enumerate(places):
             assert np.isfinite(found.scores[f, j]) == (place not in places[:j])
+
+
+@pytest.mark.parametrize("rule", ["mss", "rrs"])
+def test_a_draw_is_worth_the_chance_that_its_test_comes_and_accepts(rule):
+    found = choose(rule, 3, rows(200))
+    assert np.exp(found.scores).sum(axis=1).max() < 1
+    for scores, places, q in zip(
+        found.scores, found.draws.places, found.draws.q, strict=True
+    ):
+        rejected = 1.0
+        for j, place in enumerate(places.tolist()):
+            if place in places[:j]:
+                continue  # it shares the first one's node
+            accepts = FLAT_ACCEPTANCE + (1 - FLAT_ACCEPTANCE) * q[j, place]
+            assert scores[j] == pytest.approx(np.log(rejected * accepts), abs=1e-5)
+            rejected *= 1 - accepts
 
 
 def test_draws_without_replacement_end_when_nothing_is_left():

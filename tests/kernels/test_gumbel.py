@@ -57,3 +57,11 @@ def test_greedy_rows_and_rows_without_finite_or_with_huge_logits(monkeypatch, co
     assert winners.tolist() == [logits[0].argmax(), 0, 5, 300, 100]
     assert values[[0, 1, 3, 4]].tolist() == [logits[0].max(), -np.inf, 40.0, 1e9]
     assert np.isnan(values[2])
+
+
+def test_uniform_numbers_lie_in_the_middles_of_as_many_steps_as_a_float64_has():
+    u = noise.uniform(-5, 1 << 40, np.arange(5000))
+    steps = u * 2.0**53
+    assert ((steps - 0.5 == np.floor(steps)) | (u >= 0.5)).all()
+    assert (u > 0).all() and (u < 1).all() and len(set(u.tolist())) == len(u)
+    assert abs(u.mean() - 0.5) < 0.02 and abs(u.var() - 1 / 12) < 0.005

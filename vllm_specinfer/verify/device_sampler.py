@@ -92,10 +92,9 @@ class DeviceTreeSampler(TreeSampler):
         plan, num_reqs = self._plan_of(input_batch), input_batch.num_reqs
         if plan is None:
             return super().__call__(logits, input_batch)
-        paths = [plan.paths(i) for i in range(num_reqs)]
-        counts = np.array([len(of_request) for of_request in paths])
-        requests = np.repeat(np.arange(num_reqs), counts).tolist()
-        flat_paths = [path for of_request in paths for path in of_request]
+        counts = np.maximum(plan.num_rows, 1)
+        starts = np.cumsum(counts) - counts
+        requests = np.repeat(np.arange(num_reqs), counts)
         most = MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
         if looks_back(self.sampler, plan.slots).any():
             most //= 1 + plan.max_depth  # rows of a chain
@@ -105,16 +104,25 @@ class DeviceTreeSampler(TreeSampler):
             most = min(most, MAX_CHUNK_BYTES // plan.buffers.draws.bytes_per_row)
         most = max(1, most)
         chunks = [slice(i, i + most) for i in range(0, len(requests), most)]
-        outputs = [
-            self._of_rows(logits, input_batch, plan, requests[chunk], flat_paths[chunk])
-            for chunk in chunks
-        ]
-        tokens, found, num_nans = zip(*outputs, strict=True)
+        if self._only_draws(plan.slots):
+            rows = np.arange(len(requests)) - starts[requests]
+            rows += input_batch.cu_num_logits_np[requests]
+            slots = plan.slots[requests]
+            tokens = [
+                self._drawn(logits, input_batch, plan, slots[c], rows[c])[:, 0]
+                for c in chunks
+            ]
+            found = num_nans = [None] * len(chunks)
+        else:
+            paths = [path for i in range(num_reqs) for path in plan.paths(i)]
+            outputs = [
+                self._of_rows(logits, input_batch, plan, requests[c], paths[c])
+                for c in chunks
+            ]
+            tokens, found, num_nans = zip(*outputs, strict=True)
         targets = torch.cat(tokens)
         drafts, parents = plan.drafts_and_parents(logits.device)
-        first, num_rows = stage(
-            logits.device, np.cumsum(counts) - counts, counts.astype(np.int32)
-        )
+        first, num_rows = stage(logits.device, starts, counts.astype(np.int32))
         path, count, emitted = walk_trees(targets, drafts, first, num_rows, parents)
         self._on_time(VERIFY, time.perf_counter() - started)
         self._commit(input_batch, path, count)
@@ -131,13 +139,10 @@ class DeviceTreeSampler(TreeSampler):
         logits: torch.Tensor,
         batch: InputBatch,
         plan: StepPlan,
-        requests: list[int],
+        requests: np.ndarray,
         paths: list[list[int]],
     ) -> tuple[torch.Tensor, LogprobsTensors | None, torch.Tensor | None]:
         """[G] tokens of rows, their log probabilities and numbers of NaNs."""
-        if self._only_draws(batch.idx_mapping_np):
-            drawn = self._drawn(logits, batch, plan, requests, paths)
-            return drawn[:, 0], None, None
         try:
             output = self._sample(logits, batch, plan, requests, paths)
         finally:
@@ -182,9 +187,9 @@ class DeviceTreeSampler(TreeSampler):
 
         return rows[there], draws_of
 
-    def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
-        (places,) = stage(logits.device, np.array(rows))
+        (places,) = stage(logits.device, rows)
         if len(rows) * 2 < len(logits):
             return logits[places].argmax(dim=-1)[:, None]
         # Nearly all are asked for, and a gather would copy them.

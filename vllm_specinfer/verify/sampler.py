@@ -113,11 +113,14 @@ class TreeSampler:
                 )
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
-        only_draws = self._only_draws(input_batch.idx_mapping_np)
+        slots, first = input_batch.idx_mapping_np, input_batch.cu_num_logits_np
+        only_draws = self._only_draws(slots)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
             if only_draws:
-                found = self._drawn(logits, input_batch, plan, standing, paths)
+                below = np.array([last_row(path) for path in paths])
+                rows = first[standing] + below
+                found = self._drawn(logits, input_batch, plan, slots[standing], rows)
             else:
                 output = self._sample(logits, input_batch, plan, standing, paths)
                 levels.append((standing, output))
@@ -221,20 +224,22 @@ class TreeSampler:
         logits: torch.Tensor,
         batch: InputBatch,
         plan: StepPlan | None,
-        requests: Sequence[int],
-        paths: list[list[int]],
+        slots: np.ndarray,
+        rows: np.ndarray,
     ) -> torch.Tensor:
-        """[G, 1] tokens by logits, temperature and noise alone; as `_sample`."""
-        states = self.sampler.sampling_states
-        slots = batch.idx_mapping_np[requests]
-        first = batch.cu_num_logits_np[requests].tolist()
-        rows = [
-            start + last_row(path) for start, path in zip(first, paths, strict=True)
-        ]
-        if not states.temperature.np[slots].any():
+        """[G, 1] tokens by logits, temperature and noise alone.
+
+        Args:
+            logits: [L, V].
+            batch: The step's batch.
+            plan: Its trees.
+            slots: [G] request slots.
+            rows: [G] of `logits`.
+        """
+        if not self.sampler.sampling_states.temperature.np[slots].any():
             return self._argmax(logits, rows)
-        places, mapping = stage(logits.device, np.array(rows), slots)
-        whole = rows == list(range(len(logits)))
+        places, mapping = stage(logits.device, rows, slots)
+        whole = np.array_equal(rows, np.arange(len(logits)))
         tokens = self._draw(
             logits if whole else logits[places],
             mapping,
@@ -275,7 +280,7 @@ class TreeSampler:
         """
         return batch.positions if plan is None else self._positions
 
-    def _argmax(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows; ties go to the lowest id, as in vLLM."""
         # NumPy's argmax over a vocabulary is several times quicker than torch's.
         best = logits[rows].float().numpy().argmax(axis=-1)
