@@ -231,9 +231,10 @@ def test_placeholders_beyond_the_vocabulary_are_read_as_its_last_token(
         speculative_config=SimpleNamespace(target_model_config=target),
         scheduler_config=None,
     )
-    model = lambda input_ids, positions: input_ids  # noqa: E731
-    placed = NeuralSSM(model, config, set(), torch.device("cpu"))
-    (read,) = placed._run(torch.tensor([5, 99, 100, 4000]), None, None, None, None)
+    ssm = NeuralSSM(
+        lambda input_ids, positions: input_ids, config, set(), torch.device("cpu")
+    )
+    (read,) = ssm._run(torch.tensor([5, 99, 100, 4000]), None, None, None, None)
     assert read.tolist() == ([5, 99, 99, 99] if sees_images else [5, 99, 100, 4000])
 
 

@@ -5,7 +5,7 @@ import torch
 
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 
-SEEDS = range(45)
+SEEDS = range(150)
 
 
 def step_of(seed: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -15,9 +15,9 @@ def step_of(seed: int) -> tuple[np.ndarray, np.ndarray, int]:
     blocks.
     """
     rng = np.random.default_rng(seed)
-    num_reqs = 300 if seed % 15 == 0 else rng.integers(1, 9)
+    num_reqs = 300 if seed % 50 == 0 else rng.integers(1, 9)
     counts = rng.integers(0, 40, num_reqs) * rng.integers(0, 2, num_reqs)
-    if seed % 15 == 1:
+    if seed % 50 == 1:
         counts[-1] = 700
     attended = rng.random(num_reqs) < rng.choice([0.7, 1])
     return counts, attended, int(rng.choice([1, 3, 16]))

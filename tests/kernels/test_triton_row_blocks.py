@@ -19,7 +19,7 @@ def test_every_row_that_is_attended_is_in_one_block(tmp_path) -> None:
         ]
         requests, places, count = (values.tolist() for values in found)
         blocks = list(zip(requests, places, strict=True))
-        assert blocks[: count[0]] == wanted and count[0] == len(wanted)
+        assert blocks[: count[0]] == wanted and count[0] == len(wanted) <= len(blocks)
         most = max(most, len(wanted))
     assert most > 700
 

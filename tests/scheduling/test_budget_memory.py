@@ -50,6 +50,7 @@ def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     sources, budget = experienced()
     file = budget_memory.file_of("target", "sources")
+    assert budget_memory.load(file) is None
     for rank in (1, 0):
         memory = remembering(monkeypatch, file, sources, rank)
         for _ in range(SAVE_STEPS - 1):
