@@ -1,9 +1,11 @@
 """A target's linear layers by rows of a step: this package's kernel over vLLM's oneDNN.
 
-    python benchmarks/linear.py [--dtype bfloat16] [--rows 1 4 9 16 32 64]
+    python benchmarks/linear.py [--dtype bfloat16] [--checkpoint float32]
+        [--rows 1 4 9 16 32 64]
 
 All layers of a Llama-like model one after the other, random weights, both ways in turn;
-medians. One row is plain decoding at batch 1, a tree of 8 nodes has 9.
+medians. One row is plain decoding at batch 1, a tree of 8 nodes has 9. Weights are what
+is left of them in the checkpoint's type: float32 ones of bfloat16 take half the bytes.
 """
 
 import argparse
@@ -31,6 +33,9 @@ def main() -> None:
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
+        "--checkpoint", default="bfloat16", choices=["float32", "bfloat16"]
+    )
+    parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 2, 4, 6, 9, 12, 16, 24, 32, 64, 256]
     )
     parser.add_argument("--repeats", type=int, default=15)
@@ -43,9 +48,9 @@ def main() -> None:
     from vllm_specinfer.kernels.cpu.linear import kernel_for
 
     current_platform.import_kernels()
-    dtype = getattr(torch, args.dtype)
+    dtype, published = (getattr(torch, name) for name in (args.dtype, args.checkpoint))
     config = AutoConfig.from_pretrained(args.target or str(assets.smollm2()))
-    weights = [torch.randn(shape).to(dtype) for shape in shapes(config)]
+    weights = [torch.randn(shape).to(published).to(dtype) for shape in shapes(config)]
     # As in vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm.
     packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
     kernels = [kernel_for(weight) for weight in weights]
@@ -62,7 +67,10 @@ def main() -> None:
                 ops.onednn_mm(handle, x, None)
         return time.perf_counter() - start
 
-    print(f"{torch.get_num_threads()} threads, {args.dtype}; milliseconds of a step")
+    print(
+        f"{torch.get_num_threads()} threads, {args.dtype} of a checkpoint in "
+        f"{args.checkpoint}; milliseconds of a step"
+    )
     print("| rows | vLLM | specinfer | ratio |\n|---|---|---|---|")
     for rows in args.rows:
         sizes = {weight.shape[1] for weight in weights}

@@ -391,6 +391,15 @@ def test_compiled_ssms_are_those_of_the_same_places(engine_config):
     assert other.compute_hash() != spec.compute_hash()
 
 
+def test_compiled_models_are_those_of_the_same_linear_layers(engine_config):
+    """What multiplies in them depends on the weights, and compiled code calls it."""
+    spec = engine_config.speculative_config
+    other = copy.deepcopy(spec)
+    other.linear_kernels.append("a kernel")
+    assert other.compute_hash() != spec.compute_hash()
+    assert not spec.linear_kernels
+
+
 def test_replace_builds_no_model_config_again(engine_config):
     from vllm.config.utils import replace
 

@@ -4,6 +4,7 @@ Unpickled in engine and worker processes before any plugin is loaded there, so t
 module needs vLLM but no hook.
 """
 
+from dataclasses import field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -61,6 +62,8 @@ class SpecInferConfig(SpeculativeConfig):
     """What the user asked for, defaults filled in."""
     ssm_model_configs: SkipValidation[tuple[ModelConfig, ...]] = ()
     """One model config per SSM, in their order."""
+    linear_kernels: SkipValidation[list[str]] = field(default_factory=list)
+    """In a worker on a CPU: what multiplies in each layer that was loaded."""
 
     verifies_with_plain_sampler: ClassVar[bool] = True
     """Every sampling parameter of plain decoding applies (hooks/sampling_params.py)."""
@@ -142,13 +145,17 @@ class SpecInferConfig(SpeculativeConfig):
     def compute_hash(self) -> str:
         """As vLLM's, which looks at the method to see whether a head reads layers.
 
-        Compiled SSMs hold the names of their layers, which are numbered.
+        Compiled SSMs hold the names of their layers, which are numbered, and compiled
+        models what multiplies in them, which depends on the weights.
         """
         layers = getattr(
             self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None
         )
         ssms = [ssm.model for ssm in self.options.ssms]
-        factors = super().compute_hash(), self.reads_layers, layers, ssms
+        factors = (
+            *(super().compute_hash(), self.reads_layers, layers, ssms),
+            self.linear_kernels,
+        )
         return safe_hash(repr(factors).encode(), usedforsecurity=False).hexdigest()
 
     @property

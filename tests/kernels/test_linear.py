@@ -19,8 +19,8 @@ from vllm_specinfer.kernels.cpu.linear import (
     take_over,
 )
 
-# Outputs that leave a part of a tile, fewer than one, and one thread without work.
-SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (962, 576), (576, 1536)]
+# Outputs that leave a part of a strip, fewer than one, and one thread without work.
+SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (33, 2), (962, 576), (576, 1536)]
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM multiplies there"
@@ -57,8 +57,7 @@ def test_every_row_is_multiplied_by_every_output(tiles, dtype, shape, bias):
         return
     offsets = random(shape[0], dtype=dtype, seed=2) if bias else None
     multiply = linear_for(weight)
-    # Dot products, or panels of up to 64 rows, in steps of 8; a thread has up to 5.
-    # Tiles of 16 rows.
+    # Up to 12 rows in a tile, or two of 6 at once; of AMX, 16.
     for rows in [*range(1, 66), 100, 130, 560]:
         x = random(rows, shape[1], dtype=dtype)
         exact = x.double() @ weight.double().T + (offsets.double() if bias else 0)
@@ -110,10 +109,42 @@ def test_a_compiled_model_multiplies_any_number_of_rows():
 
 
 @pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_float32_weights_take_no_more_bytes_than_they_need(dtype, stored):
+    weight = random(70, 48, dtype=dtype).float()
+    kernel = kernel_for(weight)
+    assert kernel.weight.dtype == torch.float32
+    assert kernel.weight.nbytes == 96 * 48 * stored.itemsize
+    x = random(9, 48, dtype=torch.float32)
+    found = kernel.linear(x, kernel.weight, None)
+    # As with one weight that needs all bits, but for what that one brings.
+    weight[69, 0] += 1e-6 * weight[69, 0].abs()
+    full = kernel_for(weight)
+    assert full.weight.nbytes == 96 * 48 * 4
+    assert torch.equal(found[:, :69], full.linear(x, full.weight, None)[:, :69])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_those_beside_it(dtype):
+    weight, x = (random(n, 64, dtype=dtype, seed=n) for n in (200, 700))
+    multiply = linear_for(weight)
+    found = multiply(x, weight)
+    for first, rows in [(0, 1), (3, 5), (7, 9), (90, 12), (100, 40)]:
+        part = multiply(x[first : first + rows], weight)
+        assert torch.equal(part, found[first : first + rows])
+
+
+@pytest.mark.parametrize(
     "weight",
     [
         torch.zeros(8, 32, dtype=torch.float16),
-        torch.zeros(8, 40),
+        torch.zeros(8, 41),
         torch.zeros(32, 8).T,
         torch.zeros(2, 8, 32),
         torch.zeros(8, 32, device="meta"),
@@ -133,7 +164,7 @@ def test_tiles_are_whole_along_their_inputs(tiles, monkeypatch):
     weight = torch.zeros(8, 48, dtype=torch.bfloat16)
     assert (kernel_for(weight) is None) == tiles
     # A compiler that does not know them.
-    kernels = SimpleNamespace(tile_rows=0)
+    kernels = SimpleNamespace(tile_rows=0, pairs=True)
     monkeypatch.setattr(cpu_kernels.extension, "load", lambda: kernels)
     assert (kernel_for(weight[:, :32].contiguous()) is None) == tiles
 
@@ -142,17 +173,16 @@ def test_tiles_are_whole_along_their_inputs(tiles, monkeypatch):
 def test_a_layer_is_taken_over_with_its_weight_or_without(tiles, remove):
     layer = nn.Linear(32, 40, bias=False).bfloat16().requires_grad_(False)
     weight = layer.weight.clone()
-    assert take_over(layer, remove)
-    # In tiles with eight more outputs, of zeros.
-    assert layer.weight.numel() == (64 * 32 if tiles and remove else 40 * 32)
-    assert (tiles and remove) or torch.equal(layer.weight, weight)
+    assert take_over(layer, remove) is not None
+    # With outputs of zeros behind the last one.
+    assert layer.weight.numel() == (64 * 32 if remove else 40 * 32)
+    assert remove or torch.equal(layer.weight, weight)
     x = random(3, 32, dtype=torch.bfloat16)
     found = layer.cpu_linear(x, layer.weight, None)
     torch.testing.assert_close(found, linear(x, weight))
     if remove:  # the head is not asked what its rows cost
         model = nn.Sequential(layer)
-        expected = [16, 32, 48] if tiles else [*range(1, 13), 16, 24, 32, 40]
-        assert row_sizes(model, 40) == expected
+        assert row_sizes(model, 40) == ([16, 32, 48] if tiles else [])
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -161,13 +191,18 @@ def test_only_engines_of_this_method_multiply_so(monkeypatch, ours):
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", _stock())
     cpu_linear.install()
     method = SpecInferConfig.__new__(SpecInferConfig) if ours else None
+    if ours:
+        method.linear_kernels = []
     current = SimpleNamespace(speculative_config=method)
     monkeypatch.setattr(vllm_config, "_current_vllm_config", current)
     layer = nn.Linear(32, 8, bias=False)
     weight = layer.weight.detach().clone()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-    # vLLM keeps its own arrangement of the weights instead.
-    assert layer.weight.numel() == (weight.numel() if ours else 0)
+    # vLLM keeps its own arrangement of the weights elsewhere.
+    assert layer.weight.numel() == (32 * 32 if ours else 0)
+    if ours:  # models are compiled with what multiplies
+        (noted,) = method.linear_kernels
+        assert "outputs=8" in noted and "torch.float32" in noted
     x = torch.randn(3, 32)
     found = layer.cpu_linear(x, layer.weight, None)
     torch.testing.assert_close(found, linear(x, weight))

@@ -24,8 +24,11 @@ def install() -> None:
         original: Callable[..., None], layer: nn.Module, remove_weight: bool
     ) -> None:
         config = get_current_vllm_config_or_none()
-        ours = isinstance(getattr(config, "speculative_config", None), SpecInferConfig)
-        if not (ours and take_over(layer, remove_weight)):
+        spec = getattr(config, "speculative_config", None)
+        ours = isinstance(spec, SpecInferConfig)
+        if ours and (linear := take_over(layer, remove_weight)):
+            spec.linear_kernels.append(repr(linear))
+        else:
             original(layer, remove_weight)
 
     wrap(utils, "dispatch_cpu_unquantized_gemm", dispatch)

@@ -8,8 +8,7 @@
 
 #include "arrays.cpp"
 #include "commit.cpp"
-#include "few_rows.cpp"
-#include "row_panels.cpp"
+#include "strips.cpp"
 #include "tile_rows.cpp"
 #include "tree_attention.cpp"
 
@@ -141,72 +140,82 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   commit::run(caches, moves);
 }
 
-// Up to so many rows dot products are quicker than a panel.
-constexpr int64_t kFewRows = 12;
-
-// x weight^T + bias.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const int64_t k = weight.size(1), m = x.numel() / k;
-  TORCH_CHECK(x.size(-1) == k && k % vectors::kLanes == 0 && weight.is_contiguous() &&
-                  x.scalar_type() == weight.scalar_type(),
-              "x must be [.., K] and weight [N, K] dense, K a multiple of ",
-              vectors::kLanes, ", of one type; got ", x.sizes(), ", ", weight.sizes());
-  TORCH_CHECK(!bias || bias->numel() == weight.size(0), "bias must be [N]");
-  auto shape = x.sizes().vec();
-  shape.back() = weight.size(0);
-  const Tensor y = at::empty(shape, x.options());
-  const Tensor offsets = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  auto run = [&]<class T, class X>(T, X, const Tensor& rows) {
-    using Product = product::Product<T, X>;
-    const Product product{(const X*)rows.const_data_ptr(),
-                          (const typename Product::Weight*)weight.const_data_ptr(),
-                          bias ? offsets.const_data_ptr<float>() : nullptr,
-                          y.mutable_data_ptr<T>(),
-                          m,
-                          weight.size(0),
-                          int64_t(k * sizeof(T) / sizeof(typename Product::Weight))};
-    m <= kFewRows ? few_rows::run(product) : row_panels::run(product);
-  };
-  switch (x.scalar_type()) {
-    case at::kFloat: run(float(), float(), x.contiguous()); break;
-    case at::kBFloat16:
-#ifdef __AVX512BF16__
-      if (k % (2 * vectors::kLanes) == 0) {
-        run(c10::BFloat16(), vectors::Pair(), x.contiguous());
-        break;
-      }
-#endif
-      run(c10::BFloat16(), float(), x.to(at::kFloat).contiguous());
-      break;
-    default: TORCH_CHECK(false, "x must be float32 or bfloat16");
+// What a linear layer of so many outputs makes of x [.., K], and its bias as the kernels
+// take it; `weight` must be dense strips of `width` outputs, whatever its bytes pass for.
+struct Outputs {
+  Tensor y, bias;
+  int64_t rows, inputs;
+  Outputs(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+          int64_t outputs, int64_t width, at::ScalarType stored)
+      : inputs(x.size(-1)) {
+    const int64_t strips = (outputs + width - 1) / width;
+    const size_t bytes = strips * width * inputs * c10::elementSize(stored);
+    TORCH_CHECK(weight.is_contiguous() && weight.nbytes() == bytes,
+                "weight must be ", strips, " dense strips of ", width, " outputs for x ",
+                x.sizes(), ", ", bytes, " bytes; got ", weight.nbytes());
+    TORCH_CHECK(!bias || bias->numel() == outputs, "bias must be [", outputs, "]");
+    rows = x.numel() / inputs;
+    auto shape = x.sizes().vec();
+    shape.back() = outputs;
+    y = at::empty(shape, x.options());
+    if (!bias) return;
+    this->bias = at::zeros({strips * width}, x.options().dtype(at::kFloat));
+    this->bias.narrow(0, 0, outputs).copy_(*bias);
   }
-  return y;
+  const float* offsets() const {
+    return bias.defined() ? bias.const_data_ptr<float>() : nullptr;
+  }
+};
+
+// x weight^T + bias by weights in strips, of pairs of inputs where x is bfloat16 and the
+// CPU multiplies those; the weights' bytes are numbers of the type `stored`.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              int64_t outputs, at::ScalarType stored) {
+  const auto type = x.scalar_type();
+  TORCH_CHECK(type == at::kFloat || (type == at::kBFloat16 && stored == type),
+              "x must be float32, or bfloat16 as the weights; got ", type, " and ",
+              stored);
+  const Outputs out(x, weight, bias, outputs, strips::kOutputs, stored);
+  auto run = [&]<class X, class W, class Y>(X, W, Y, const Tensor& rows) {
+    strips::run(strips::Product<X, W, Y>{
+        (const X*)rows.const_data_ptr(), (const W*)weight.const_data_ptr(),
+        out.offsets(), out.y.mutable_data_ptr<Y>(), out.rows, outputs,
+        int64_t(out.inputs * c10::elementSize(stored) / sizeof(W))});
+  };
+  using c10::BFloat16, c10::Half;
+  if (type == at::kFloat) {
+    const Tensor rows = x.contiguous();
+    switch (stored) {
+      case at::kFloat: run(float(), float(), float(), rows); break;
+      case at::kBFloat16: run(float(), BFloat16(), float(), rows); break;
+      case at::kHalf: run(float(), Half(), float(), rows); break;
+      default: TORCH_CHECK(false, "weights must be float32, bfloat16 or float16");
+    }
+  } else {
+#ifdef __AVX512BF16__
+    TORCH_CHECK(out.inputs % 2 == 0, "bfloat16 inputs come in pairs");
+    run(vectors::Pair(), vectors::Pair(), BFloat16(), x.contiguous());
+#else
+    run(float(), BFloat16(), BFloat16(), x.to(at::kFloat).contiguous());
+#endif
+  }
+  return out.y;
 }
 
-// The same with weights in tiles [strips, K * 32], of so many outputs.
+// The same by weights in tiles.
 Tensor linear_in_tiles(const Tensor& x, const Tensor& weight,
                        const std::optional<Tensor>& bias, int64_t outputs) {
 #ifdef SPECINFER_TILES
-  using tile_rows::BF16, tile_rows::kOutputs;
-  const int64_t k = x.size(-1), strips = (outputs + kOutputs - 1) / kOutputs;
+  using tile_rows::BF16;
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 &&
-                  k % tiles::kDepth == 0 && weight.is_contiguous() &&
-                  weight.numel() == strips * kOutputs * k,
-              "x must be [.., K] and weight [strips, 32 * K] of bfloat16 for ", outputs,
-              " outputs, K a multiple of 32; got ", x.sizes(), ", ", weight.sizes());
-  TORCH_CHECK(!bias || bias->numel() == outputs, "bias must be [", outputs, "]");
-  auto shape = x.sizes().vec();
-  shape.back() = outputs;
-  const Tensor rows = x.contiguous(), y = at::empty(shape, x.options());
-  Tensor offsets;
-  if (bias) {
-    offsets = at::zeros({strips * kOutputs}, x.options().dtype(at::kFloat));
-    offsets.narrow(0, 0, outputs).copy_(*bias);
-  }
+                  x.size(-1) % tiles::kDepth == 0,
+              "x and weight must be bfloat16, and 32 inputs a tile; got ", x.sizes());
+  const Outputs out(x, weight, bias, outputs, tile_rows::kOutputs, at::kBFloat16);
+  const Tensor rows = x.contiguous();
   tile_rows::run({rows.const_data_ptr<BF16>(), weight.const_data_ptr<BF16>(),
-                  bias ? offsets.const_data_ptr<float>() : nullptr,
-                  y.mutable_data_ptr<BF16>(), x.numel() / k, outputs, k});
-  return y;
+                  out.offsets(), out.y.mutable_data_ptr<BF16>(), out.rows, outputs,
+                  out.inputs});
+  return out.y;
 #else
   TORCH_CHECK(false, "this CPU does not multiply tiles");
 #endif
@@ -215,7 +224,8 @@ Tensor linear_in_tiles(const Tensor& x, const Tensor& weight,
 }  // namespace
 
 TORCH_LIBRARY(vllm_specinfer, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None, *, int outputs, "
+        "ScalarType stored) -> Tensor");
   m.def("linear_in_tiles(Tensor x, Tensor weight, Tensor? bias=None, *, int outputs) "
         "-> Tensor");
 }
@@ -228,8 +238,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
   arrays::define(m);
-  m.attr("few_rows") = kFewRows;
-  m.attr("row_step") = row_panels::kHalf;
+#ifdef __AVX512BF16__
+  m.attr("pairs") = true;
+#else
+  m.attr("pairs") = false;
+#endif
 #ifdef SPECINFER_TILES
   m.attr("tile_rows") = tiles::kSide;
 #else

@@ -1,10 +1,11 @@
 """Linear layers of a step's rows: C++ kernels, and where they are worth their place.
 
-vLLM multiplies with oneDNN, on weights that oneDNN has rearranged, whose time grows
-with every row of a tree. The kernels read the weights as they are: `few_rows.cpp` once,
-in their order, `row_panels.cpp` for some tens of rows and more; pairs of bfloat16 are
-multiplied as such where the CPU can. Where it multiplies tiles of bfloat16 (AMX), the
-weights lie in tiles, and `tile_rows.cpp` takes any number of rows.
+vLLM multiplies with oneDNN, whose time grows with every row of a tree. `strips.cpp`
+reads the weights once for the rows of a tree, in the order they lie in, and pairs of
+bfloat16 are multiplied as such where the CPU can. Reading takes most of a small step's
+time, so that a float32 model's weights are kept as bfloat16 or float16 where each of
+them is the same number there, as it is in models that were published so. Where the CPU
+multiplies tiles of bfloat16 (AMX), their weights lie in tiles for `tile_rows.cpp`.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from torch import nn
 from vllm_specinfer.kernels.cpu import extension
 
 DTYPES = (torch.float32, torch.bfloat16)
-_MULTIPLE = 16  # of weights in a row: a vector of them
+# Smaller types that may hold all weights of a float32 model.
+_SMALLER = (torch.bfloat16, torch.float16)
+_STRIP = 32  # outputs whose weights lie together
 # Of a tile: outputs or rows, and inputs, which come in pairs.
 _SIDE, _DEPTH = 16, 32
-_STRIP = 2 * _SIDE  # outputs whose tiles lie together
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -31,7 +33,8 @@ class Kernel(NamedTuple):
     Attributes:
         linear: A function of x [..., K], `weight` and bias [N] or None to [..., N], of
             the same dtype; a torch operator, so that models are compiled with it.
-        weight: The weights as it takes them: as they were, or a copy in tiles.
+        weight: A copy of the weights as it takes them. Its dtype is theirs, whatever
+            its bytes are.
     """
 
     linear: Linear
@@ -50,22 +53,27 @@ def kernel_for(weight: torch.Tensor) -> Kernel | None:
         or weight.dim() != 2
         or not weight.is_contiguous()
         or not weight.numel()
-        or weight.shape[1] % _MULTIPLE
+        or weight.shape[1] % 2
         or not torch.cpu._is_avx512_supported()
-        or extension.load() is None
+        or (kernels := extension.load()) is None
     ):
         return None
     _describe()
+    operators, outputs = torch.ops.vllm_specinfer, len(weight)
     if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         # The first product of an engine may be this one.
-        if weight.shape[1] % _DEPTH or not _has_tiles() or not torch.cpu._init_amx():
+        in_tiles = not weight.shape[1] % _DEPTH and kernels.tile_rows
+        if not (in_tiles and torch.cpu._init_amx()):
             return None
-        multiply = torch.ops.vllm_specinfer.linear_in_tiles.default
-        return Kernel(partial(multiply, outputs=weight.shape[0]), _in_tiles(weight))
-    return Kernel(torch.ops.vllm_specinfer.linear.default, weight)
+        multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
+        return Kernel(multiply, _in_tiles(weight))
+    pairs = weight.dtype == torch.bfloat16 and kernels.pairs
+    stored = _in_few_bytes(weight)
+    multiply = partial(operators.linear.default, outputs=outputs, stored=stored.dtype)
+    return Kernel(multiply, _in_strips(stored, 1 + pairs).view(weight.dtype))
 
 
-def take_over(layer: nn.Module, remove_weight: bool) -> bool:
+def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
     """Have a layer multiply with the kernels where they are the better way.
 
     Args:
@@ -73,57 +81,62 @@ def take_over(layer: nn.Module, remove_weight: bool) -> bool:
         remove_weight: Nothing else reads the weights as they were.
 
     Returns:
-        Whether they are.
+        What multiplies; None where they are not.
     """
     kernel = kernel_for(layer.weight)
     if kernel is None:
-        return False
-    layer.cpu_linear = kernel.linear
-    if remove_weight and kernel.weight is not layer.weight:
+        return None
+    if remove_weight:
         layer.weight = nn.Parameter(kernel.weight, requires_grad=False)
-    elif kernel.weight is not layer.weight:
+        layer.cpu_linear = kernel.linear
+    else:
         layer.cpu_linear = lambda x, _, bias: kernel.linear(x, kernel.weight, bias)
-    return True
+    return kernel.linear
 
 
 def row_sizes(model: nn.Module, most: int) -> list[int]:
     """Numbers of rows up to `most` or more between which no time is saved.
 
-    None where no layer of the model multiplies with the kernels.
+    None where no layer of the model multiplies in tiles: each row takes its time.
     """
-    operators = _operators(model)
-    if not operators:
-        return []
-    kernels, few = extension.load(), 0
-    step = kernels.tile_rows
-    if torch.ops.vllm_specinfer.linear.default in operators:
-        few, step = kernels.few_rows, kernels.row_step
-    return [*range(1, few + 1), *range(-(-(few + 1) // step) * step, most + step, step)]
-
-
-def _operators(model: nn.Module) -> set[Linear]:
-    """The kernels of a model's layers."""
     if extension.load() is None:
-        return set()
-    operators = torch.ops.vllm_specinfer
-    ours = {operators.linear.default, operators.linear_in_tiles.default}
-    found = (getattr(module, "cpu_linear", None) for module in model.modules())
-    return ours & {getattr(linear, "func", linear) for linear in found}
+        return []
+    in_tiles, step = torch.ops.vllm_specinfer.linear_in_tiles.default, 0
+    for module in model.modules():
+        if getattr(getattr(module, "cpu_linear", None), "func", None) is in_tiles:
+            step = extension.load().tile_rows
+    return [*range(step, most + step, step)] if step else []
 
 
-def _has_tiles() -> bool:
-    """The compiler that built the kernels knows AMX, too."""
-    return extension.load().tile_rows > 0
+def _in_few_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """The weights in the smallest type that has every one of them."""
+    if weight.dtype == torch.float32:
+        for dtype in _SMALLER:
+            smaller = weight.to(dtype)
+            if torch.equal(smaller.to(weight.dtype), weight):
+                return smaller
+    return weight
+
+
+def _in_strips(weight: torch.Tensor, together: int) -> torch.Tensor:
+    """[strips, K * 32] a copy of weights [N, K], so many of an output's together."""
+    steps = weight.shape[1] // together
+    strips = _whole_strips(weight).view(-1, _STRIP, steps, together)
+    return strips.transpose(1, 2).reshape(len(strips), -1)
 
 
 def _in_tiles(weight: torch.Tensor) -> torch.Tensor:
-    """[strips, K * 32] a copy of weights [N, K], zeros behind the last output."""
-    n, k = weight.shape
-    strips = -(-n // _STRIP)
-    if n % _STRIP:  # padding copies, even by nothing
-        weight = nn.functional.pad(weight, (0, 0, 0, strips * _STRIP - n))
-    tiles = weight.view(strips, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(strips, -1)
+    """[strips, K * 32] a copy of weights [N, K]."""
+    k = weight.shape[1]
+    tiles = _whole_strips(weight).view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tiles), -1)
+
+
+def _whole_strips(weight: torch.Tensor) -> torch.Tensor:
+    """Weights [N, K] with zeros behind the last output."""
+    missing = -len(weight) % _STRIP
+    # Padding copies, even by nothing.
+    return nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
 @cache
@@ -132,9 +145,14 @@ def _describe() -> None:
 
     @torch.library.register_fake("vllm_specinfer::linear")
     def _(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        outputs: int,
+        stored: torch.dtype,
     ) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+        return x.new_empty((*x.shape[:-1], outputs))
 
     @torch.library.register_fake("vllm_specinfer::linear_in_tiles")
     def _(

@@ -1,8 +1,8 @@
 // x W^T of any number of rows x by weights in tiles: as many rows as a tile has cost what
 // one does, which is reading the weights in the order they lie in.
 //
-// Legend as in product.cpp; K counts numbers here. A strip is 32 outputs, its weights two
-// tiles for every 32 inputs: [K / 32, 2, 16, 16, 2].
+// Legend as in strips.cpp; K counts numbers here. The weights of a strip are two tiles for
+// every 32 inputs: [K / 32, 2, 16, 16, 2].
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -21,7 +21,6 @@ constexpr int kLanes = 8;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef float HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
@@ -34,20 +33,7 @@ inline Vec load(const float* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-inline HalfVec load_half(const float* p) {
-  HalfVec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-inline HalfVec lower(Vec v) {
-  HalfVec half;
-  std::memcpy(&half, &v, sizeof half);
-  return half;
-}
-template <class V>
-void add_product(V& sum, V a, V b, float) {
-  sum += a * b;
-}
+inline void add_product(Vec& sum, Vec a, Vec b, float) { sum += a * b; }
 #ifdef __AVX512BF16__
 // Two factors in a lane, for CPUs that multiply them as they are.
 struct Pair {
@@ -61,9 +47,6 @@ inline Vec splat(Pair p) {
 inline Vec load(const Pair* p) { return load((const float*)p); }
 inline void add_product(Vec& sum, Vec a, Vec b, Pair) {
   sum = (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-inline void add_product(HalfVec& sum, HalfVec a, HalfVec b, Pair) {
-  sum = (HalfVec)_mm256_dpbf16_ps((__m256)sum, (__m256bh)a, (__m256bh)b);
 }
 #endif
 inline Vec load(const c10::BFloat16* p) {
@@ -123,7 +106,6 @@ constexpr float kUnit = 1;
 template <>
 constexpr float kUnit<c10::Float8_e4m3fn> = 256;
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-inline void store(float* p, HalfVec v) { std::memcpy(p, &v, sizeof v); }
 inline void store(c10::BFloat16* p, Vec v) {
   IVec bits = (IVec)v;  // round to nearest even; the result of a softmax is finite
   HVec h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, HVec);
@@ -169,39 +151,6 @@ inline float reduce_add(Vec v) {
   float s = 0;
   for (int i = 0; i < kLanes; ++i) s += v[i];
   return s;
-#endif
-}
-
-// As many rows as a vector has lanes, `from` apart, into columns, `to` apart.
-inline void transpose(const float* rows, int64_t from, float* columns, int64_t to) {
-#ifdef __AVX512F__
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows + i * from);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      const __m512d low = _mm512_castps_pd(b[i + j]);
-      const __m512d high = _mm512_castps_pd(b[i + j + 2]);
-      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    }
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 16; j += 8) {
-      b[j + i] = _mm512_shuffle_f32x4(a[j + i], a[j + i + 4], 0x88);
-      b[j + i + 4] = _mm512_shuffle_f32x4(a[j + i], a[j + i + 4], 0xdd);
-    }
-  for (int i = 0; i < 8; ++i) {
-    const __m512 first = _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88);
-    const __m512 second = _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd);
-    _mm512_storeu_ps(columns + i * to, first);
-    _mm512_storeu_ps(columns + (i + 8) * to, second);
-  }
-#else
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) columns[j * to + i] = rows[i * from + j];
 #endif
 }
 
