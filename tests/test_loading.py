@@ -46,6 +46,7 @@ def test_cuda_graphs_pad_to_the_sizes_that_were_captured():
 
 def test_on_a_cpu_the_kernels_of_linear_layers_pad(monkeypatch):
     target = nn.Linear(32, 8)
+    assert row_sizes(config(), target, CPU) == []
     monkeypatch.setattr(linear, "row_sizes", lambda model, most: [model, most])
     # Three requests with trees of 9 rows.
     assert row_sizes(config(), target, CPU) == [target, 27]

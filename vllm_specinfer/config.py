@@ -152,10 +152,8 @@ class SpecInferConfig(SpeculativeConfig):
             self.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None
         )
         ssms = [ssm.model for ssm in self.options.ssms]
-        factors = (
-            *(super().compute_hash(), self.reads_layers, layers, ssms),
-            self.linear_kernels,
-        )
+        factors = [super().compute_hash(), self.reads_layers, layers, ssms]
+        factors.append(self.linear_kernels)
         return safe_hash(repr(factors).encode(), usedforsecurity=False).hexdigest()
 
     @property

@@ -101,11 +101,12 @@ def row_sizes(model: nn.Module, most: int) -> list[int]:
     """
     if extension.load() is None:
         return []
-    in_tiles, step = torch.ops.vllm_specinfer.linear_in_tiles.default, 0
-    for module in model.modules():
-        if getattr(getattr(module, "cpu_linear", None), "func", None) is in_tiles:
-            step = extension.load().tile_rows
-    return [*range(step, most + step, step)] if step else []
+    in_tiles = torch.ops.vllm_specinfer.linear_in_tiles.default
+    linears = (getattr(module, "cpu_linear", None) for module in model.modules())
+    if all(getattr(linear, "func", None) is not in_tiles for linear in linears):
+        return []
+    step = extension.load().tile_rows
+    return [*range(step, most + step, step)]
 
 
 def _in_few_bytes(weight: torch.Tensor) -> torch.Tensor:
