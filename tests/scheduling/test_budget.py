@@ -6,6 +6,7 @@ import pytest
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
+    FIRST_PAUSE,
     LOST_IN_TRIES,
     PAYBACK_STEPS,
     PLAIN_STEPS,
@@ -92,15 +93,20 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
         return [n for n, drafted in enumerate(tried) if drafted]
 
     # 10.8 ms with a node, 2 ms or a little more for its draft, 10.4 ms without.
-    first, second, third, _ = tries(400)[:4]
-    assert second == first + 1 and third - first == first + TRIES
-    assert TRIES * 0.16 / LOST_IN_TRIES < first < TRIES * 0.26 / LOST_IN_TRIES
+    first, second, third, fourth, fifth, _ = tries(600)[:6]
+    assert first == FIRST_PAUSE and second == first + 1 and fourth == third + 1
+    usual = fifth - third - TRIES
+    assert TRIES * 0.16 / LOST_IN_TRIES < usual < TRIES * 0.26 / LOST_IN_TRIES
+    assert third - first - TRIES == pytest.approx(usual, rel=0.05)
     for _ in range(400):  # almost worth it
         budget.least_score(np.log(np.full((1, 8), 0.07)), drafted=True)
-    assert 2 * SHORTEST_PAUSE < np.diff(tries(400)).max() < first / 2
+    assert 2 * SHORTEST_PAUSE < np.diff(tries(400)).max() < usual / 2
     for _ in range(400):
         budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
     assert budget.drafts(1)
+    for _ in range(400):
+        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
+    assert tries(400)[0] == FIRST_PAUSE
 
 
 def test_what_a_try_catches_up_with_is_lost_too():
@@ -109,14 +115,50 @@ def test_what_a_try_catches_up_with_is_lost_too():
         budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
     budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token
 
+
     def pause(unread):
         budget.drafts(1)  # the second try
         return next(n for n in range(5000) if budget.drafts(1, unread))
 
+    for _ in range(4):
+        pause(500)  # the first ones are shorter
     usual = pause(0)
     # 10.4 ms is a step without nodes; a text grows while nothing is drafted.
     assert pause(500) == pytest.approx(usual + 50 / 10.4 / LOST_IN_TRIES, rel=0.05)
     assert pause(2) < 1.2 * usual
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("busy_steps", [60, 300, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_busy_machine_has_taught_is_unlearned(seed, busy_steps, restarts):
+    rng = np.random.default_rng(seed)
+    chances = np.array([[0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]])
+
+    def drafted(budget, steps, busy):
+        """How many levels these steps have had at last, in the mean of 100."""
+        asked, unread, depths = [], 100, []
+        for _ in range(steps):
+            asked.append(budget.grows(1) and budget.drafts(1, unread))
+            rows, slow = 1, rng.choice([2, 16]) if busy else 1
+            unread = 1 if asked[-1] else unread + 1
+            if asked[-1]:
+                pays = budget.worth().expands(np.log(chances[0, :4])).any()
+                levels = int(rng.integers(1, 4) if pays else 0)
+                seconds = 2e-3 + 0.1e-3 * unread + 1e-3 * levels
+                budget.observe_draft(1, unread + levels, levels, slow * seconds)
+                least = budget.least_score(np.log(chances), drafted=True)
+                rows += int((np.log(chances) >= least).sum())
+            depths.append(levels if asked[-1] else 0)
+            budget.observe_step(rows, (1 + busy) * (16e-3 + 0.6e-3 * rows), rows > 1)
+        return np.mean(depths[-100:])
+
+    budget = LoadBudget(8)
+    drafted(budget, busy_steps, busy=True)
+    if restarts:
+        learned, budget = budget.learned(), LoadBudget(8)
+        budget.recall(learned)
+    assert drafted(budget, 1000, busy=False) > 1.5
 
 
 @pytest.mark.parametrize(("chance", "won"), [(0.4, 0.5e-3), (0.6, 1.94e-3)])
@@ -149,7 +191,7 @@ def test_prompts_that_an_ssm_reads_count_as_drafting():
         for n in range(600):
             if n % 10 == 0:
                 budget.observe_draft(1, 2000, 0, prompt_seconds)
-            budget.observe_draft(1, 9, 2, 3e-3)
+            budget.observe_draft(1, 9, 2, 1.6e-3)
         return budget.drafts(1)
 
     # 0.45 tokens more for 3.4 ms more where a step takes 10.4 ms.
@@ -188,6 +230,28 @@ def test_nodes_are_expanded_where_that_brings_more_than_pass_and_rows():
         assert not budget.worth().expands(np.log([worth / 1.4])).any()
         assert budget.worth().expands(np.log([worth * 1.4])).all()
         assert budget.worth().expands(np.log([worth * 0.7] * 2)).all()
+
+
+def test_levels_that_seem_too_dear_are_run_now_and_then():
+    budget = a_budget(10e-3, 0.4e-3, 1e-3)
+    budget.least_score(np.log(np.full((1, 8), 0.4)), drafted=True)
+    for _ in range(200):
+        budget.observe_draft(1, 2, 0, 1e-3)
+        budget.observe_draft(1, 9, 2, 1e-3 + 2 * 4e-3)
+    nodes = np.log([0.6, 0.2])
+
+    def drafts_before_a_level():
+        count = 0
+        while not budget.worth().expands(nodes).any():
+            budget.observe_draft(1, 2, 0, 1e-3)
+            count += 1
+        budget.observe_draft(1, 9, 2, 1.6e-3)
+        return count
+
+    assert drafts_before_a_level() == PLAIN_STEPS
+    # Levels are not dear any more.
+    assert sum(drafts_before_a_level() for _ in range(40)) <= 2 * PLAIN_STEPS
+    assert drafts_before_a_level() == 0
 
 
 def test_in_a_level_that_pays_nodes_that_do_not_pay_their_row_are_left_out():

@@ -136,8 +136,8 @@ class DearDrafts(RuleBasedStateMachine):
     def run(self, num_reqs, seed, drafted):
         if drafted:
             levels = seed % 5 + 1
-            dear = 1e4 * self.start * levels
-            self.budget.observe_draft(num_reqs, 2 * levels * num_reqs, levels, dear)
+            rows = 2 * levels * num_reqs
+            self.budget.observe_draft(num_reqs, rows, levels, 5e3 * self.start * rows)
         scores = some_scores(seed, num_reqs, 9)
         least = self.budget.least_score(scores, drafted)
         rows = num_reqs + np.count_nonzero(scores >= least)
@@ -153,7 +153,7 @@ class DearDrafts(RuleBasedStateMachine):
     @invariant()
     def they_are_hardly_ever_asked_for(self):
         asked = np.flatnonzero(getattr(self, "answers", []))
-        # What they cost is out of all proportion: pauses are the longest.
+        # What they cost is out of all proportion: pauses are the longest at once.
         pairs = len(self.answers) // (LONGEST_PAUSE + 1) + 1 if len(asked) else 0
         assert len(asked) <= TRIES * pairs
         if len(self.answers) >= 20 and not any(self.answers[-20:]):

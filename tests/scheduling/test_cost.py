@@ -51,6 +51,24 @@ def test_a_pause_is_forgotten_and_a_slower_machine_is_believed():
     assert cost.seconds(9) == pytest.approx(0.1, rel=0.05)
 
 
+def test_timings_that_nothing_has_followed_count_for_less():
+    def after(count, seconds):
+        cost = measured(10e-3, 0.4e-3, [9, 17] * 50)
+        cost.fade(count)
+        cost.observe(9, seconds)
+        return cost.seconds(9)
+
+    twice = 2 * 13.6e-3
+    assert after(0, 13.6e-3) == pytest.approx(after(500, 13.6e-3), rel=0.05)
+    assert after(0, twice) < 1.06 * 13.6e-3
+    assert 1.1 * 13.6e-3 < after(80, twice) < 0.9 * after(10_000, twice)
+    # As much as one timing they still count.
+    assert after(10_000, twice) < 1.7 * 13.6e-3
+    nothing = CostLine()
+    nothing.fade(5)
+    assert not nothing.known
+
+
 def test_cost_follows_a_drift():
     cost = measured(10e-3, 0.4e-3, [9, 17] * 50)
     for _ in range(300):

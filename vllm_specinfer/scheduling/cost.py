@@ -69,6 +69,17 @@ class CostLine:
         if self.num_timings < MANY_TIMINGS or self._num_new >= NEW_TIMINGS:
             self._solved = None
 
+    def fade(self, count: int) -> None:
+        """Timings count for as little as if so many had followed, but for one at least.
+
+        Of things that have not happened for long; they may take another time by now.
+        """
+        if self.num_timings > 1:
+            left = max(FORGETTING**count, 1 / self.num_timings)
+            self._products = [[left * x for x in row] for row in self._products]
+            self._values = [left * x for x in self._values]
+            self._solved = None
+
     def seconds(self, rows: float, extra: float = 0.0) -> float:
         """What so many rows take; never falls with them."""
         return self.seconds_of([rows], extra)[0]

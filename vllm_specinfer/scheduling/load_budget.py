@@ -29,15 +29,21 @@ LEAST_DRAFTS = 8
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
 # While drafting does not pay, it is tried again so often that this part of the time is
-# lost by it, after a pause of so many steps at least and at most.
+# lost by it, after a pause of so many steps at least and at most. Perhaps it seems not
+# to pay because the machine was busy: at first pauses are shorter, each so many times
+# as long as the one before, and tries go on while drafts take less than that part of
+# what they should.
 LOST_IN_TRIES = 0.004
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 4096
+FIRST_PAUSE, LONGER = 64, 4
+CHEAP = 0.5
 # Two steps in a row: the first one catches up with what the SSMs have missed.
 TRIES = 2
 # Drafting that pays begins anew only where so many steps bring more than that costs.
 PAYBACK_STEPS = 128
 # While it pays, so often a step goes without, to know what that costs. So do the first
-# steps of all.
+# steps of all. After as many drafts without a level one has some, whatever they seem to
+# cost, and so have all tries.
 PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
 # Growing a tree of N nodes hardly ever takes an SSM more rows than this times N; more
 # are those of a prompt, which is caught up with. What that costs per draft is averaged
@@ -81,6 +87,10 @@ class LoadBudget(Budget):
         self._prompts = 0.0
         # Since drafting paid or was tried, and tries that are left.
         self._idle_steps, self._tries = 0, 0
+        # No pause is longer, but for what a try loses.
+        self._patience = FIRST_PAUSE
+        # Whether this step is a try, and drafts since one had levels.
+        self._tried, self._flat_drafts = False, 0
         # The next draft catches up with a pause.
         self._resumes = False
         # What a row of a long catch-up takes; None before the first one.
@@ -120,17 +130,21 @@ class LoadBudget(Budget):
         plain = self._step.seconds(num_reqs)
         reading_steps = self._reading_seconds(unread) / plain
         if lost + reading_steps / PAYBACK_STEPS <= 0:
-            self._idle_steps, self._tries = 0, 0
+            self._idle_steps, self._tries, self._patience = 0, 0, FIRST_PAUSE
+            self._tried = False
             return True
         if not self._tries:
             self._idle_steps += 1
-            lost_steps = TRIES * max(lost, 0) + reading_steps
-            pause = lost_steps / LOST_IN_TRIES
+            lost_steps = TRIES * max(rate_without / rate - 1, 0) + reading_steps
+            pause = min(lost_steps / LOST_IN_TRIES, max(self._patience, lost_steps))
             pause = min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
             if self._idle_steps <= pause:
                 return False
+            self._draft.fade(self._idle_steps)
+            self._patience *= LONGER
             self._idle_steps, self._tries, self._resumes = 0, TRIES, True
         self._tries -= 1
+        self._tried = True
         return True
 
     @property
@@ -173,9 +187,11 @@ class LoadBudget(Budget):
         """By recent chances and costs; a child costs the target a row."""
         if self._profile.value is None or not self._draft.known:
             return super().worth()
-        rate = self._tokens_per_second
+        rate, child = self._tokens_per_second, CAUTION * float(self._profile.value[0])
+        if self._tried or self._flat_drafts >= PLAIN_STEPS:
+            return Worth(child)  # to know what levels cost
         return Worth(
-            CAUTION * float(self._profile.value[0]) - self._step.marginal(1) * rate,
+            child - self._step.marginal(1) * rate,
             self._draft.marginal(1) * rate,
             self._draft.marginal(0, 1) * rate,
         )
@@ -300,6 +316,11 @@ class LoadBudget(Budget):
         self._prompts += (reads * seconds / num_reqs - self._prompts) / MEMORY_DRAFTS
         if reads:
             return
+        self._flat_drafts = 0 if levels else self._flat_drafts + 1
+        if seconds < CHEAP * self._draft.seconds(rows, levels):
+            self._flat_drafts = PLAIN_STEPS
+            if self._tried:
+                self._tries = max(self._tries, 1)
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
         self._num_drafts += 1
