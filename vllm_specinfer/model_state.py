@@ -28,13 +28,13 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
 from vllm_specinfer.device import Once, is_host, read_later
 from vllm_specinfer.scheduling.step_stats import COMMIT
-from vllm_specinfer.tree.device_plan import DevicePlan
-from vllm_specinfer.tree.rows import TreeRows
+from vllm_specinfer.tree.rows import WritesTreeRows
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.verify.sampler import Accepted, TreeSampler
 
 if TYPE_CHECKING:
     from vllm_specinfer.speculator import TreeSpeculator
+    from vllm_specinfer.tree.device_plan import DevicePlan
 
 
 class Walked(NamedTuple):
@@ -54,9 +54,9 @@ class Walked(NamedTuple):
 
 
 class TreeAttnMetadata(ModelSpecificAttnMetadata):
-    """Adds a step's `TreeRows` to the tree builders' arguments."""
+    """Adds the rows of a step's trees to the tree builders' arguments."""
 
-    def __init__(self, rows: TreeRows) -> None:
+    def __init__(self, rows: WritesTreeRows) -> None:
         self._rows = rows
 
     def get_extra_attn_kwargs(
@@ -107,7 +107,7 @@ class TreeModelState(DefaultModelState):
         # Per KV cache group that has layers of the target.
         self._commits: dict[int, CommitPaths | CommitWalks] = {}
 
-    def plan_of(self, input_batch: InputBatch) -> StepPlan | DevicePlan | None:
+    def plan_of(self, input_batch: InputBatch) -> "StepPlan | DevicePlan | None":
         """The plan made for exactly this batch; dummy batches have none."""
         batch, plan = self._planned
         return plan if batch is input_batch else None
@@ -190,9 +190,7 @@ class TreeModelState(DefaultModelState):
         if plan is None:
             positions.copy_(input_batch.positions)
         else:
-            planned = plan.positions_on(self.device)
-            positions[: len(planned)].copy_(planned, non_blocking=True)
-            positions[len(planned) :].zero_()
+            plan.write_positions(positions)
         return {**inputs, "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:

@@ -40,11 +40,11 @@ from vllm_specinfer.scheduling.budget_memory import BudgetMemory
 from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.step_stats import DRAFT, WorkerStats
-from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.table import TreeTable
 
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.ahead_steps import AheadSteps
+    from vllm_specinfer.tree.device_plan import DevicePlan
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -230,7 +230,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if self._ahead is not None and slot is not None:
             self._ahead.leave(slot)
 
-    def plan_ahead(self, input_batch: InputBatch) -> DevicePlan | None:
+    def plan_ahead(self, input_batch: InputBatch) -> "DevicePlan | None":
         """`AheadSteps.plan`: None where a batch's trees are the host's, or none."""
         return self._ahead and self._ahead.plan(input_batch)
 

@@ -339,7 +339,7 @@ def test_a_request_that_begins_anew_has_no_tree(steps):
     batch = a_batch([3, 1], NODES)
     batch.num_draft_tokens_per_req = np.full(2, NODES, np.int32)
     batch.query_start_loc_np = np.array([0, 4, 8], np.int32)
-    batch.positions = torch.arange(8)
+    batch.query_start_loc = torch.from_numpy(batch.query_start_loc_np)
     assert steps.plan(batch).is_tree.tolist() == [False, True]
     steps.stop()
     assert steps.plan(batch) is None and steps.sizes is None

@@ -112,18 +112,31 @@ def step(growth: Any, tree: Any, rng: np.random.Generator, seed: int) -> Pairs:
     def some(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(low, high, shape)).to(device)
 
-    context = some(0, 40, num_reqs)
+    slots = some(0, 6, num_reqs)
+    lengths, lookahead = some(1, 41, 6).int(), int(some(0, 2))
     room = some(0, 200 if rng.random() < 0.5 else 12, num_reqs)
     grows = some(0, 4, num_reqs) > 0
     if seed == 0:
         room, grows = room + 200, grows | True
+    context, roots = some(0, 99, 2, num_reqs)
+    growth.is_node.fill_(True)
+    growth.scores.zero_()
+    kernels.start(growth, context, roots, slots, grows, lengths, lookahead)
+    of_slots = lengths[slots].long()
+    found = [
+        (context.clone(), torch.where(grows, of_slots - lookahead, 0)),
+        (roots.clone(), of_slots - 1),
+        # Also of levels that are not run.
+        (growth.is_node.clone(), torch.cat([grows, growth.is_node[num_reqs:] & False])),
+        (growth.scores.clone(), torch.full_like(growth.scores, -torch.inf)),
+    ]
     paged = kernels.Paged(
         table=some(0, 99, 6, 60).int(),
         block_size=BLOCK_SIZE,
-        slots=some(0, 6, num_reqs),
+        slots=slots,
         limits=context + room,
         context=context,
-        roots=context + some(0, 2, num_reqs),
+        roots=roots,
         max_model_len=MAX_LEN if seed == 0 or rng.random() < 0.6 else 42,
     )
     growing = grows.nonzero()[:, 0].cpu().numpy()
@@ -131,11 +144,10 @@ def step(growth: Any, tree: Any, rng: np.random.Generator, seed: int) -> Pairs:
     limits = (values.cpu().numpy()[growing] for values in (room, deepest))
     least = np.full(len(growing), -np.inf)
     defined = TreeGrowth(tree, growth.num_nodes, *limits, least)
-    growth.start(grows)
     # Exact products and sums: ties stay ties.
     factor, distrust = 1 + some(-2, 3, 2).cpu().numpy() / 4
     correction = torch.tensor([factor, distrust], dtype=torch.float32, device=device)
-    found, frontier = [], True
+    frontier = True
     for depth, (size, k) in enumerate(
         zip(growth.sizes, growth.num_children, strict=True)
     ):

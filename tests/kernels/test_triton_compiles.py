@@ -15,12 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_specinfer.kernels.triton import (
+    catch_up,
     commit,
     growth,
     matches,
     penalties,
     places,
     row_blocks,
+    step_rows,
     texts,
     tiles,
     tree_attention,
@@ -46,10 +48,10 @@ KERNEL = {"BLOCK_SIZE": 16, "PRECISION": "tf32"}
 POINTERS = {
     "*bf16": "out query kv_cache sinks",
     "*fp32": "partial moments k_scale v_scale",
-    "*i64": "bits layers slot_mapping targets drafts first num_rows places rows ends "
-    "slots lengths tokens",
+    "*i64": "bits layers slot_mapping targets emitted first places rows ends "
+    "slots lengths tokens ancestor_bits positions",
     "*i32": "block_table query_start_loc seq_lens context_lens path count parents "
-    "searched texts requests",
+    "searched texts requests num_rows starts num_computed depths",
     "*i1": "is_tree attended",
 }
 
@@ -122,6 +124,17 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
             {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},
             {},
         ),
+        (
+            catch_up._last_rows_kernel,
+            {"PAD_SLOT": -1, "BLOCK": 16},
+            types_of({"*i64": "last row_slots num_new kv_slots"})
+            | types_of({"*i32": "row_tokens table lengths", "*i1": "grows"}),
+        ),
+        (
+            growth._start_kernel,
+            {"BLOCK": growth.MOST_CHILDREN},
+            GROWTH | types_of({"*i1": "grows", "*i32": "lengths"}),
+        ),
         (growth._extend_kernel, {"BLOCK": 16}, GROWTH),
         (
             growth._expand_kernel,
@@ -149,6 +162,12 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
         ),
         (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
         (verification._walk_kernel, {"BLOCK": 64}, {}),
+        (
+            step_rows._visibility_kernel,
+            {"NUM_WORDS": 2, "BLOCK": step_rows.BLOCK},
+            {},
+        ),
+        (step_rows._positions_kernel, {"BLOCK": step_rows.BLOCK}, {}),
         (
             row_blocks._row_blocks_kernel,
             {"ROWS": 3, "BLOCK": row_blocks.BLOCK},

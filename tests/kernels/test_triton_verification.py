@@ -54,14 +54,11 @@ def test_walks_follow_the_targets_tokens(outputs) -> None:
     deepest = 0
     for seed, (path, count, tokens) in zip(cases.SEEDS, outputs[1], strict=True):
         case = cases.tree_case(seed)
-        for r, (first, rows) in enumerate(
-            zip(case["first"], case["num_rows"], strict=True)
+        for r, (first, rows, slot) in enumerate(
+            zip(case["first"], case["num_rows"], case["slots"], strict=True)
         ):
             nodes = max(rows - 1, 0)
-            walk = TreeWalk(
-                case["drafts"][first + 1 : first + 1 + nodes],
-                case["parents"][r, :nodes],
-            )
+            walk = TreeWalk(case["tokens"][slot, :nodes], case["parents"][slot, :nodes])
             emitted = [target := int(case["targets"][first])]
             while walk.advance(target):
                 emitted.append(target := int(case["targets"][first + walk.node + 1]))

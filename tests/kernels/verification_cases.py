@@ -38,21 +38,25 @@ def draw_case(seed: int) -> dict:
 
 
 def tree_case(seed: int) -> dict:
-    """Trees of all sizes over a small vocabulary, so that walks go deep."""
+    """Trees of all sizes over a small vocabulary, so that walks go deep.
+
+    Of each slot there is one, of which a step has some, in any order.
+    """
     rng = np.random.default_rng(seed)
     num_nodes = int(rng.choice([1, 7, 40, 128]))
     num_rows = np.concatenate([[0], rng.integers(1, num_nodes + 2, 6), [num_nodes + 1]])
     first = np.concatenate([[0], np.cumsum(np.maximum(num_rows, 1))[:-1]])
+    num_slots = len(num_rows) + 3
     parents = np.array(
-        [[rng.integers(-1, i) for i in range(num_nodes)] for _ in num_rows], np.int32
+        [[rng.integers(-1, i) for i in range(num_nodes)] for _ in range(num_slots)],
+        np.int32,
     )
-    total = int(np.maximum(num_rows, 1).sum())
-    targets, drafts = rng.integers(0, 2, (2, total))
     return {
-        "targets": targets,
-        "drafts": drafts,
+        "targets": rng.integers(0, 2, int(np.maximum(num_rows, 1).sum())),
         "first": first,
-        "num_rows": num_rows,
+        "num_rows": num_rows.astype(np.int32),
+        "slots": rng.permutation(num_slots)[: len(num_rows)],
+        "tokens": rng.integers(0, 2, parents.shape),
         "parents": parents,
     }
 
@@ -67,6 +71,7 @@ def tensors(case: dict, device: str) -> dict:
 def outputs(device: str = "cpu") -> tuple[list, list]:
     """What the kernels give for every seed: draws, walks."""
     from vllm_specinfer.kernels.triton import verification
+    from vllm_specinfer.tree.table import WalkedTrees
 
     draws, walks = [], []
     for seed in SEEDS:
@@ -74,6 +79,8 @@ def outputs(device: str = "cpu") -> tuple[list, list]:
         case["positions"] += TEST_SALT
         found = verification.verify_draws(**case)
         draws.append((found.cpu(), case["logits"].cpu()))
-        walked = verification.walk_trees(**tensors(tree_case(seed), device))
+        trees = tensors(tree_case(seed), device)
+        targets = trees.pop("targets")
+        walked = verification.walk_trees(targets, WalkedTrees(**trees))
         walks.append([values.cpu() for values in walked])
     return draws, walks

@@ -115,7 +115,6 @@ def test_what_a_try_catches_up_with_is_lost_too():
         budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
     budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token
 
-
     def pause(unread):
         budget.drafts(1)  # the second try
         return next(n for n in range(5000) if budget.drafts(1, unread))

@@ -73,7 +73,7 @@ def test_draws_below_rows_are_those_of_all_sources(seed):
 
 def test_rows_are_those_that_nodes_have_become():
     growth = DeviceGrowth(ExpansionTree((2, 1)), 3, 1, torch.device("cpu"))
-    growth.start(torch.tensor([True]))
+    growth.is_node[0] = True
     level = growth.levels[1]
     level.columns.copy_(torch.tensor([[0, 1]]))
     level.is_node.copy_(torch.tensor([[True, True]]))
@@ -86,6 +86,6 @@ def test_rows_are_those_that_nodes_have_become():
     assert rows_of(level, columns, 2, tree).tolist() == [[4, 1]]
     columns = torch.tensor([[0, 1, 0, 3, 4, 5]])  # it has the first one's path
     assert rows_of(level, columns, 2, tree).tolist() == [[2, 1]]
-    growth.start(torch.tensor([False]))  # the second level has not been reached
+    growth.is_node.zero_()  # the second level has not been reached
     for of_depth in growth.levels:
         assert (rows_of(of_depth, columns, 2, tree) == 4).all()

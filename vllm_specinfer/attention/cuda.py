@@ -41,7 +41,7 @@ from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.tiles import rows_per_block
 from vllm_specinfer.kernels.triton.tree_attention import tree_attention
-from vllm_specinfer.tree.rows import TreeRows
+from vllm_specinfer.tree.rows import TreeRows, WritesTreeRows
 from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
 
 
@@ -119,9 +119,9 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-        tree: TreeRows | None = None,
+        tree: WritesTreeRows | None = None,
     ) -> TritonAttentionMetadata:
-        """Metadata for one pass; copies the trees to where graphs read them.
+        """Metadata for one pass; writes the trees to where graphs read them.
 
         Args:
             common_prefix_len: As in vLLM.
@@ -144,7 +144,8 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             if self._captured:
                 self._lay_out(stock)
             return stock
-        self._stage(tree)
+        tree.write_to(self._trees)
+        self._holds_trees = True
         return self._in_verification(stock)
 
     def build_level(
@@ -185,20 +186,6 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             return stock
         self._captured = True
         return self._in_verification(stock)
-
-    def _stage(self, tree: TreeRows) -> None:
-        trees = self._trees
-        num_rows, words = tree.ancestor_bits.shape
-        if words != trees.ancestor_bits.shape[1]:
-            raise ValueError(
-                f"ancestor bits must have {trees.ancestor_bits.shape[1]} words per "
-                f"row; got {words}"
-            )
-        num_reqs = len(tree.is_tree)
-        trees.is_tree[:num_reqs].copy_(tree.is_tree, non_blocking=True)
-        trees.context_lens[:num_reqs].copy_(tree.context_lens, non_blocking=True)
-        trees.ancestor_bits[:num_rows].copy_(tree.ancestor_bits, non_blocking=True)
-        self._holds_trees = True
 
     def _in_verification(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
         blocks = self._lay_out(stock)

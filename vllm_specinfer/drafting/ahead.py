@@ -16,7 +16,9 @@ from vllm.config import VllmConfig
 
 from vllm_specinfer.device import StagedBuffers, read_later
 from vllm_specinfer.drafting.children import DraftRows
+from vllm_specinfer.drafting.device_growth import DeviceGrowth
 from vllm_specinfer.drafting.graphs import Captured, captured, graph_sizes
+from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.sources import SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.drafting.text_copies import Texts
@@ -216,12 +218,7 @@ class AheadDrafter:
                 source.on_device.find(inputs.slots, inputs.grows)
                 for source in self._lookups
             ] + [
-                cut(
-                    DeviceCandidates(
-                        growth.tokens, growth.parents.long(), growth.scores
-                    ),
-                    source.num_nodes,
-                )
+                self._best_of(source, growth, alone=len(ends) == 1)
                 for source, growth in zip(self._ssms, growths, strict=False)
             ]
             union, columns = union_of(sources)
@@ -234,6 +231,15 @@ class AheadDrafter:
             return lengths, tree.parents, tree.scores, by_source
 
         return captured(finish, self.buffers.tokens.device, self._vllm_config)
+
+    def _best_of(
+        self, source: NeuralSource, growth: DeviceGrowth, alone: bool
+    ) -> DeviceCandidates:
+        """What an SSM may contribute."""
+        found = DeviceCandidates(growth.tokens, growth.parents.long(), growth.scores)
+        if alone and source.num_nodes >= self._num_nodes:
+            return found  # the tree has its best
+        return cut(found, source.num_nodes)
 
     def _keep_draws(
         self,

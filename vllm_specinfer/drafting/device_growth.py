@@ -57,6 +57,7 @@ class DeviceGrowth:
         num_children: [D] children of each of them (K).
         starts: [D] columns before the children of a level.
         ends: [D] columns once the children of a level are known.
+        is_node: [R * sum(F)] bool of all levels, one after the other.
         num_nodes: N.
         best_first: Whether the likeliest are expanded, or all.
     """
@@ -92,9 +93,8 @@ class DeviceGrowth:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(num_reqs, *shape, dtype=dtype, device=device)
 
-        # Of all levels, so that one launch clears them.
-        self._is_node = zeros(sum(sizes), dtype=torch.bool).flatten()
-        is_node = self._is_node.split([num_reqs * size for size in sizes])
+        self.is_node = zeros(sum(sizes), dtype=torch.bool).flatten()
+        is_node = self.is_node.split([num_reqs * size for size in sizes])
         self.levels = [
             Level(
                 columns=zeros(size),
@@ -108,9 +108,3 @@ class DeviceGrowth:
             for size, of_level in zip(sizes, is_node, strict=True)
         ]
         self.levels[0].columns.fill_(ROOT)
-
-    def start(self, grows: torch.Tensor) -> None:
-        """Begin anew with the requests [R] that grow; the others get no nodes."""
-        self._is_node.zero_()
-        self.levels[0].is_node.copy_(grows[:, None])
-        self.scores.fill_(-torch.inf)

@@ -131,17 +131,6 @@ class DraftKV:
         """[S, max_blocks] int32 blocks of all slots on the device, and their size."""
         return self.blocks.on_device, self._block_size
 
-    def kv_slots_on_device(
-        self, slots: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, F] KV cache slots of flat positions [R, F] that the request owns.
-
-        Where it owns none, any slot.
-        """
-        table, size = self.paging
-        blocks = (positions // size).clamp_max(table.shape[1] - 1)
-        return table[slots[:, None], blocks].long() * size + positions % size
-
     def overwrite(self, kv_slots: np.ndarray) -> None:
         """These KV cache slots, some of them PAD, may be written to."""
         self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_specinfer.device import StagedBuffers, read_later
 from vllm_specinfer.drafting.children import ChildChooser
@@ -21,9 +20,10 @@ from vllm_specinfer.drafting.graphs import GraphShape, PassRows, StaticPass
 from vllm_specinfer.drafting.growth import level_words
 from vllm_specinfer.drafting.ssm import NeuralSSM
 from vllm_specinfer.drafting.text_copies import Texts
+from vllm_specinfer.kernels.triton.catch_up import lay_out_last_rows
 from vllm_specinfer.kernels.triton.coupled import coupled_children
 from vllm_specinfer.kernels.triton.drawn import drawn_children
-from vllm_specinfer.kernels.triton.growth import Paged, expand, extend
+from vllm_specinfer.kernels.triton.growth import Paged, expand, extend, start
 from vllm_specinfer.options import Tree
 from vllm_specinfer.tree.device_draws import RowDraws
 from vllm_specinfer.tree.token_tree import num_words
@@ -122,7 +122,9 @@ class TreeGraphs:
         self._levels = [ssm.captured(launch) for launch in launches]
         # [R] tokens that the requests' last step has brought.
         self._num_new = torch.zeros_like(self._context)
-        self._window = torch.arange(window, device=device)
+        self._window = window
+        # [R] each one's last row in the pass that catches up.
+        self._last = torch.zeros_like(self._context)
         shape = GraphShape(num_reqs, window, num_words(window))
         rows = PassRows.level(shape)._replace(is_tree=np.zeros(num_reqs, bool))
         self._catch_up_pass = ssm.static_pass(shape, rows)
@@ -176,49 +178,30 @@ class TreeGraphs:
 
     def _catch_up(self) -> tuple:
         """Run the last rows of each text; only new ones write K/V."""
-        inputs, ssm = self.inputs, self._ssm
-        rows, num_rows = self._catch_up_pass.rows, len(self._window)
-        lengths = torch.where(inputs.grows, self._texts.lengths[inputs.slots], 0)
-        end = lengths.long()[:, None] - ssm.lookahead
-        # A text of fewer rows begins with the pass, whose other rows are for nothing.
-        first = (end - num_rows).clamp_min(0)
-        last = (end - 1 - first).clamp_min(0)
-        positions = first + self._window
-        new = (end - self._num_new[:, None] <= positions) & (positions < end)
-        most = self._texts.tokens.shape[1] - ssm.lookahead
-        positions = positions.clamp_max(most - 1)
-        kv_slots = ssm.kv.kv_slots_on_device(inputs.slots, positions)
-        rows.slots.copy_(inputs.slots)
-        rows.seq_lens.copy_(end[:, 0].clamp_min(0))
-        rows.tokens.copy_(
-            self._texts.tokens[
-                inputs.slots[:, None], positions + ssm.lookahead
-            ].flatten()
+        inputs, ssm, num_rows = self.inputs, self._ssm, self._window
+        lay_out_last_rows(
+            *(self._catch_up_pass.rows, self._last, inputs.slots, inputs.grows),
+            *(self._num_new, self._texts, ssm.kv.paging, ssm.lookahead),
         )
-        rows.positions.copy_(positions.flatten())
-        rows.kv_slots.copy_(torch.where(new, kv_slots, PAD_SLOT_ID).flatten())
         if self._target_states is not None:
             states = self._target_states.unflatten(0, (-1, num_rows))
             # The last of them is the last row's.
-            places = (self._window - last - 1) % num_rows
+            rows = torch.arange(num_rows, device=ssm.device)
+            places = (rows - self._last[:, None] - 1) % num_rows
             states = states[self._requests, places].flatten(0, 1)
             self._catch_up_pass.states.copy_(ssm.combined(states))
-        outputs = self._catch_up_pass.launch()
-        ends = [x.unflatten(0, (-1, num_rows))[self._requests, last] for x in outputs]
-        hidden, *own = [x.flatten(0, 1) for x in ends]
-        self._hidden.copy_(hidden)
+        hidden, *own = self._catch_up_pass.launch()
+        torch.index_select(hidden, 0, self._last, out=self._hidden)
         if own:
-            self._own[0].copy_(own[0])
+            torch.index_select(own[0], 0, self._last, out=self._own[0])
         return ()
 
     def _start(self) -> tuple:
-        inputs = self.inputs
-        lengths = self._texts.lengths[inputs.slots]
-        # Padding has a slot, too, but nothing to attend to.
-        context = torch.where(inputs.grows, lengths - self._ssm.lookahead, 0)
-        self._context.copy_(context)
-        self._roots.copy_(lengths - 1)
-        self.growth.start(inputs.grows)
+        inputs, lengths = self.inputs, self._texts.lengths
+        start(
+            *(self.growth, self._context, self._roots, inputs.slots, inputs.grows),
+            *(lengths, self._ssm.lookahead),
+        )
         return self._extend(0, self._hidden)
 
     def _paged(self) -> Paged:

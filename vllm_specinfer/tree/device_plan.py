@@ -10,9 +10,14 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specinfer.device import stage
+from vllm_specinfer.kernels.triton.step_rows import (
+    Step,
+    write_positions,
+    write_visibility,
+)
 from vllm_specinfer.tree.on_device import TreeBuffers
 from vllm_specinfer.tree.rows import TreeRows
-from vllm_specinfer.tree.table import StepRows, are_trees
+from vllm_specinfer.tree.table import StepRows, WalkedTrees, are_trees
 
 
 @dataclass(frozen=True)
@@ -22,17 +27,14 @@ class DevicePlan(StepRows):
     Rows that are no nodes follow a tree's last one; no walk comes to them.
 
     Attributes:
-        batch: The step's batch.
         buffers: Where the trees live.
-        rows: [T] int64 slot and [T] int64 row of its tree for each flat row, on the
-            device; rows that are in no tree are roots.
-        num_computed: [R] int32 positions of the roots.
+        step: What the device knows of the step.
+        first: [R] int64 `StepRows.first_sampled`, on the device.
     """
 
-    batch: InputBatch
     buffers: TreeBuffers
-    rows: tuple[torch.Tensor, torch.Tensor]
-    num_computed: torch.Tensor
+    step: Step
+    first: torch.Tensor
 
     @classmethod
     def of(
@@ -57,26 +59,16 @@ class DevicePlan(StepRows):
         is_tree = has_tree & are_trees(num_drafts, starts)
         if not is_tree.any():
             return None
-        slots = batch.idx_mapping_np
-        counts = np.diff(starts[: len(slots) + 1])
-        in_tree = np.repeat(is_tree, counts)
-        local = np.arange(len(in_tree)) - np.repeat(starts[: len(slots)], counts)
-        rows = stage(
-            batch.idx_mapping.device,
-            np.repeat(slots, counts).astype(np.int64),
-            np.where(in_tree, local, 0),
-        )
-        return cls(
+        rows = StepRows(
             is_tree=is_tree,
-            slots=slots,
-            num_rows=np.where(is_tree, num_drafts + 1, 0),
+            slots=batch.idx_mapping_np,
+            num_rows=np.where(is_tree, num_drafts + 1, 0).astype(np.int32),
             query_start_loc=starts,
-            batch=batch,
-            buffers=buffers,
-            rows=rows,
-            # A copy: the step changes it.
-            num_computed=num_computed[batch.idx_mapping],
         )
+        slots = batch.idx_mapping
+        num_rows, first = stage(slots.device, rows.num_rows, rows.first_sampled)
+        step = Step(slots, batch.query_start_loc, num_rows, num_computed)
+        return cls(**vars(rows), buffers=buffers, step=step, first=first)
 
     def paths(self, i: int) -> list[list[int]]:
         """As `StepPlan.paths`, but of each path only the end is true."""
@@ -87,33 +79,24 @@ class DevicePlan(StepRows):
         """No node is deeper."""
         return self.buffers.max_depth
 
-    def tree_rows(self, device: torch.device, num_rows: int) -> TreeRows:
-        """As `StepPlan.tree_rows`."""
-        slots, local = self.rows
-        return TreeRows(
-            stage(device, self.is_tree)[0],
-            self.num_computed,
-            self.buffers.bits[slots, local],
-            all_tree=self.all_tree,
-        )
+    def tree_rows(self, device: torch.device, num_rows: int) -> "DevicePlan":
+        """As `StepPlan.tree_rows`; these are written where attention reads them."""
+        return self
 
-    def positions_on(self, device: torch.device) -> torch.Tensor:
-        """[T] int64 positions of all rows; siblings share one."""
-        slots, local = self.rows
-        flat = self.batch.positions[: len(slots)]
-        # A row's flat position is its root's and its place below it.
-        return flat - local + self.buffers.depths[slots, local]
+    def write_to(self, trees: TreeRows) -> None:
+        """As `TreeRows.write_to`, before the step is run."""
+        write_visibility(trees, self.step, self.buffers)
 
-    def drafts_and_parents(
-        self, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StepPlan.drafts_and_parents`; a root's token is any."""
-        counts = np.maximum(self.num_rows, 1)
-        nodes = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        slots, nodes = stage(
-            device,
-            np.repeat(self.slots, counts).astype(np.int64),
-            np.maximum(nodes - 1, 0),
+    def write_positions(self, positions: torch.Tensor) -> None:
+        """As `StepPlan.write_positions`, before the step is run."""
+        write_positions(positions, self.step, self.buffers)
+
+    def walked_trees(self, device: torch.device) -> WalkedTrees:
+        """As `StepPlan.walked_trees`."""
+        return WalkedTrees(
+            self.first,
+            self.step.num_rows,
+            self.step.slots,
+            self.buffers.tokens,
+            self.buffers.parents,
         )
-        parents = self.buffers.parents[self.batch.idx_mapping]
-        return self.buffers.tokens[slots, nodes], parents

@@ -4,6 +4,7 @@ Dimension legend: R requests, T flat query rows of the step, W 64-bit words per 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,3 +36,26 @@ class TreeRows:
         position = torch.arange(count, device=self.ancestor_bits.device)
         words = self.ancestor_bits[rows, position // WORD_BITS]
         return (words >> (position % WORD_BITS)) & 1 == 1
+
+    def write_to(self, trees: "TreeRows") -> None:
+        """Copy them to where there is room for more requests and rows.
+
+        Raises:
+            ValueError: The bit rows have another number of words.
+        """
+        (num_rows, words), room = self.ancestor_bits.shape, trees.ancestor_bits
+        if words != room.shape[1]:
+            raise ValueError(
+                f"ancestor bits must have {room.shape[1]} words per row; got {words}"
+            )
+        num_reqs = len(self.is_tree)
+        trees.is_tree[:num_reqs].copy_(self.is_tree, non_blocking=True)
+        trees.context_lens[:num_reqs].copy_(self.context_lens, non_blocking=True)
+        room[:num_rows].copy_(self.ancestor_bits, non_blocking=True)
+
+
+class WritesTreeRows(Protocol):
+    """The rows of a step's trees, wherever they are known."""
+
+    def write_to(self, trees: TreeRows) -> None:
+        """As `TreeRows.write_to`."""

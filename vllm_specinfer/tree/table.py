@@ -5,6 +5,7 @@ words per bit row, R requests of a step, T flat query rows of a step.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import (
-    ROOT,
     ancestor_bits,
     node_depths,
     num_words,
@@ -114,6 +114,24 @@ class TreeTable:
         )
 
 
+class WalkedTrees(NamedTuple):
+    """The trees of a step, as they are walked down on the device.
+
+    Attributes:
+        first: [R] int64 where the rows begin that are sampled for each request.
+        num_rows: [R] int32 rows of its tree, the root included; 0 without tree.
+        slots: [R] int64 row of each request's tree in what follows.
+        tokens: [X, N] int64.
+        parents: [X, N] int32, `ROOT` for the root's children.
+    """
+
+    first: torch.Tensor
+    num_rows: torch.Tensor
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor
+
+
 @dataclass(frozen=True)
 class StepRows:
     """Which rows of one target step form trees.
@@ -134,6 +152,17 @@ class StepRows:
     def all_tree(self) -> bool:
         """Every request of the step has a live tree."""
         return bool(self.is_tree.all())
+
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """[R] rows that are sampled at most: of a tree all, else one."""
+        return np.maximum(self.num_rows, 1)
+
+    @property
+    def first_sampled(self) -> np.ndarray:
+        """[R] where they begin, one request after the other."""
+        counts = self.num_sampled
+        return np.cumsum(counts) - counts
 
     def tree_requests(self) -> list[int]:
         """Batch indices of the requests with a live tree."""
@@ -173,27 +202,27 @@ class StepPlan(StepRows):
         )
         return TreeRows(*staged, all_tree=self.all_tree)
 
-    def positions_on(self, device: torch.device) -> torch.Tensor:
-        """`positions` on the device."""
-        return stage(device, self.positions())[0]
+    def write_positions(self, positions: torch.Tensor) -> None:
+        """`positions` to the device, and zeros behind them.
 
-    def drafts_and_parents(
-        self, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a walk goes by.
-
-        Returns:
-            [L] int64 tokens of all rows of trees and of one row of each other request;
-            a root's is 0. [R, N] int32 parents of the nodes.
+        Args:
+            positions: [T'] int64, T' >= T; written.
         """
-        drafts = [
-            [0, *self.table.tokens[slot, : max(count - 1, 0)]]
-            for slot, count in zip(self.slots, self.num_rows, strict=True)
-        ]
-        parents = np.where(
-            self.is_tree[:, None], self.table.parents[self.slots], np.int32(ROOT)
+        (planned,) = stage(positions.device, self.positions())
+        positions[: len(planned)].copy_(planned, non_blocking=True)
+        positions[len(planned) :].zero_()
+
+    def walked_trees(self, device: torch.device) -> WalkedTrees:
+        """The trees on the device."""
+        staged = stage(
+            device,
+            self.first_sampled,
+            self.num_rows.astype(np.int32),
+            np.arange(len(self.slots)),
+            self.table.tokens[self.slots],
+            self.table.parents[self.slots],
         )
-        return stage(device, np.concatenate(drafts).astype(np.int64), parents)
+        return WalkedTrees(*staged)
 
     def draws(self, i: int, row: int) -> Draws | None:
         """What was drawn for the children of a request's row."""

@@ -92,9 +92,8 @@ class DeviceTreeSampler(TreeSampler):
         plan, num_reqs = self._plan_of(input_batch), input_batch.num_reqs
         if plan is None:
             return super().__call__(logits, input_batch)
-        counts = np.maximum(plan.num_rows, 1)
-        starts = np.cumsum(counts) - counts
-        requests = np.repeat(np.arange(num_reqs), counts)
+        starts = plan.first_sampled
+        requests = np.repeat(np.arange(num_reqs), plan.num_sampled)
         most = MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
         if looks_back(self.sampler, plan.slots).any():
             most //= 1 + plan.max_depth  # rows of a chain
@@ -120,18 +119,18 @@ class DeviceTreeSampler(TreeSampler):
                 for c in chunks
             ]
             tokens, found, num_nans = zip(*outputs, strict=True)
-        targets = torch.cat(tokens)
-        drafts, parents = plan.drafts_and_parents(logits.device)
-        first, num_rows = stage(logits.device, starts, counts.astype(np.int32))
-        path, count, emitted = walk_trees(targets, drafts, first, num_rows, parents)
+        targets, trees = _joined(tokens), plan.walked_trees(logits.device)
+        path, count, emitted = walk_trees(targets, trees)
         self._on_time(VERIFY, time.perf_counter() - started)
         self._commit(input_batch, path, count)
         return self._emitted(
             input_batch,
             emitted,
             count + 1,
-            _chosen(placed(len(targets), zip(chunks, found, strict=True)), first, path),
-            None if num_nans[0] is None else torch.cat(num_nans)[first],
+            _chosen(
+                placed(len(targets), zip(chunks, found, strict=True)), trees.first, path
+            ),
+            None if num_nans[0] is None else _joined(num_nans)[trees.first],
         )
 
     def _of_rows(
@@ -189,11 +188,18 @@ class DeviceTreeSampler(TreeSampler):
 
     def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
+        if len(rows) == len(logits):  # they rise
+            return logits.argmax(dim=-1, keepdim=True)
         (places,) = stage(logits.device, rows)
         if len(rows) * 2 < len(logits):
             return logits[places].argmax(dim=-1)[:, None]
         # Nearly all are asked for, and a gather would copy them.
         return logits.argmax(dim=-1)[places, None]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other; one alone as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _chosen(

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform64
 
+from vllm_specinfer.tree.table import WalkedTrees
+
 # Draws of lookups, of an SSM and of both have different numbers of candidates; one
 # compilation serves them all.
 LEAST_BLOCK = 256
@@ -121,29 +123,31 @@ def verify_draws(
 def _walk_kernel(
     path_ptr,
     count_ptr,
-    tokens_ptr,
+    emitted_ptr,
     targets_ptr,
-    drafts_ptr,
     first_ptr,
     num_rows_ptr,
+    slots_ptr,
+    tokens_ptr,
     parents_ptr,
     num_nodes,
     BLOCK: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    first = tl.load(first_ptr + r).to(tl.int64)
+    first = tl.load(first_ptr + r)
     n = tl.arange(0, BLOCK)
     here = n < tl.load(num_rows_ptr + r) - 1
-    parents = tl.load(parents_ptr + r * num_nodes + n, mask=here, other=-2)
-    drafts = tl.load(drafts_ptr + first + 1 + n, mask=here, other=-1)
+    at = tl.load(slots_ptr + r).to(tl.int64) * num_nodes + n
+    parents = tl.load(parents_ptr + at, mask=here, other=-2)
+    drafts = tl.load(tokens_ptr + at, mask=here, other=-1)
     path = tl.zeros([BLOCK], tl.int32)
-    tokens = tl.zeros([BLOCK], tl.int64)
+    emitted = tl.zeros([BLOCK], tl.int64)
     node = -1  # the root
     count = 0
     walks = True
     while walks:
         target = tl.load(targets_ptr + first + node + 1)
-        tokens = tl.where(n == count, target, tokens)
+        emitted = tl.where(n == count, target, emitted)
         # Of equal children the first counts.
         follows = here & (parents == node) & (drafts == target)
         node = tl.min(tl.where(follows, n, BLOCK))
@@ -152,46 +156,36 @@ def _walk_kernel(
             path = tl.where(n == count, node + 1, path)
             count += 1
     tl.store(path_ptr + r * num_nodes + n, path, mask=n < num_nodes)
-    tl.store(tokens_ptr + r * (num_nodes + 1) + n, tokens, mask=n <= num_nodes)
+    tl.store(emitted_ptr + r * (num_nodes + 1) + n, emitted, mask=n <= num_nodes)
     tl.store(count_ptr + r, count)
 
 
 def walk_trees(
-    targets: torch.Tensor,
-    drafts: torch.Tensor,
-    first: torch.Tensor,
-    num_rows: torch.Tensor,
-    parents: torch.Tensor,
+    targets: torch.Tensor, trees: WalkedTrees
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Follow the target's tokens down the trees of R requests.
 
     Args:
-        targets: [L] the target's token of each row.
-        drafts: [L] the token at each row; a request's first row is its root.
-        first: [R] first row of each request.
-        num_rows: [R] rows of its tree, the root included; 0 where there is none.
-        parents: [R, N] int32 parent of each node, -1 for the root's children.
+        targets: [L] int64 the target's token of each row that is sampled.
+        trees: The trees.
 
     Returns:
         [R, N] int32 accepted rows within the request, from depth 1 down, [R] int32 how
         many they are, and [R, N + 1] int64 the target's tokens along them, the root's
         first; zeros beyond.
     """
-    num_reqs, num_nodes = parents.shape
-    path = torch.empty_like(parents)
-    count = torch.empty(num_reqs, dtype=torch.int32, device=parents.device)
-    tokens = targets.new_empty(num_reqs, num_nodes + 1)
+    num_reqs, num_nodes = len(trees.first), trees.parents.shape[1]
+    path = trees.parents.new_empty(num_reqs, num_nodes)
+    count = trees.parents.new_empty(num_reqs)
+    emitted = targets.new_empty(num_reqs, num_nodes + 1)
     if num_reqs:
         _walk_kernel[(num_reqs,)](
             path,
             count,
-            tokens,
+            emitted,
             targets,
-            drafts,
-            first,
-            num_rows,
-            parents.contiguous(),
+            *trees,
             num_nodes,
             BLOCK=triton.next_power_of_2(num_nodes + 1),
         )
-    return path, count, tokens
+    return path, count, emitted
