@@ -114,28 +114,33 @@ class LoadBudget(Budget):
     ) -> bool:
         """Whether trees of the usual chances bring more than they cost."""
         if num_reqs:
-            self._drafting = self._drafting_pays(num_reqs, unread, known)
+            lost_steps = self._lost_steps(num_reqs, unread, known)
+            if not lost_steps:
+                self._idle_steps, self._tries, self._patience = 0, 0, FIRST_PAUSE
+            self._tried = lost_steps > 0 and self._tries_again(lost_steps)
+            self._drafting = self._tried or not lost_steps
         return self._drafting
 
-    def _drafting_pays(
+    def _lost_steps(
         self, num_reqs: int, unread: int, known: np.ndarray | None
-    ) -> bool:
+    ) -> float:
+        """How many plain steps are lost by a try; none where drafting pays."""
         if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
-            return True
+            return 0.0
         rate, rate_without = self._usual_rate(num_reqs), self._known_rate(num_reqs)
         if known is not None:
             tokens, seconds, _ = self._best_step(known)
             rate_without = tokens / (num_reqs * seconds)
         lost = 1 - rate / rate_without
-        plain = self._step.seconds(num_reqs)
-        reading_steps = self._reading_seconds(unread) / plain
+        reading_steps = self._reading_seconds(unread) / self._step.seconds(num_reqs)
         if lost + reading_steps / PAYBACK_STEPS <= 0:
-            self._idle_steps, self._tries, self._patience = 0, 0, FIRST_PAUSE
-            self._tried = False
-            return True
+            return 0.0
+        return TRIES * max(rate_without / rate - 1, 0) + reading_steps
+
+    def _tries_again(self, lost_steps: float) -> bool:
+        """Whether a pause has been long enough, given what a try loses."""
         if not self._tries:
             self._idle_steps += 1
-            lost_steps = TRIES * max(rate_without / rate - 1, 0) + reading_steps
             pause = min(lost_steps / LOST_IN_TRIES, max(self._patience, lost_steps))
             pause = min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
             if self._idle_steps <= pause:
@@ -144,7 +149,6 @@ class LoadBudget(Budget):
             self._patience *= LONGER
             self._idle_steps, self._tries, self._resumes = 0, TRIES, True
         self._tries -= 1
-        self._tried = True
         return True
 
     @property
