@@ -6,6 +6,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -84,10 +85,23 @@ def start_engine(
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What the function returns in a process of its own, which then ends."""
+    """What the function returns in a process of its own, which then ends.
+
+    It also ends where this one is killed.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=_end_with_parent
+    ) as process:
         return process.submit(function, *arguments).result()
+
+
+def _end_with_parent() -> None:
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def core_of(llm: Any) -> Any:

@@ -1,0 +1,50 @@
+"""Processes that engines are compared in."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from vllm_specinfer.evidence.engines import in_a_process
+
+def stay(file):
+    Path(file).with_suffix(".new").write_text(str(os.getpid()))
+    Path(file).with_suffix(".new").rename(file)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    in_a_process(stay, sys.argv[1])
+"""
+
+
+def test_a_process_ends_where_the_one_that_started_it_is_killed(tmp_path):
+    script, file = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, file]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as parent:
+        within(60, file.exists)
+        child = psutil.Process(int(file.read_text()))
+        assert not is_gone(child)
+        parent.kill()
+    within(30, lambda: is_gone(child))
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Or a zombie, which nobody waits for."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def within(seconds: float, happens) -> None:
+    """Raises AssertionError where it does not happen."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end
+        time.sleep(0.1)
