@@ -157,7 +157,7 @@ def test_tiles_are_whole_along_their_inputs(tiles, monkeypatch):
     weight = torch.zeros(8, 48, dtype=torch.bfloat16)
     assert (kernel_for(weight) is None) == tiles
     # A compiler that does not know them.
-    kernels = SimpleNamespace(tile_rows=0, pairs=True)
+    kernels = SimpleNamespace(tile_rows=0)
     monkeypatch.setattr(cpu_kernels.extension, "load", lambda: kernels)
     assert (kernel_for(weight[:, :32].contiguous()) is None) == tiles
 

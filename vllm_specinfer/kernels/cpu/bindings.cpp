@@ -167,14 +167,15 @@ struct Outputs {
   }
 };
 
-// x weight^T + bias by weights in strips, of pairs of inputs where x is bfloat16 and the
-// CPU multiplies those; the weights' bytes are numbers of the type `stored`.
+// x weight^T + bias by weights in strips; their bytes are numbers of the type `stored`.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               int64_t outputs, at::ScalarType stored) {
   const auto type = x.scalar_type();
   TORCH_CHECK(type == at::kFloat || (type == at::kBFloat16 && stored == type),
               "x must be float32, or bfloat16 as the weights; got ", type, " and ",
               stored);
+  TORCH_CHECK(stored != at::kBFloat16 || x.size(-1) % 2 == 0,
+              "bfloat16 weights come in pairs of inputs; got x ", x.sizes());
   const Outputs out(x, weight, bias, outputs, strips::kOutputs, stored);
   auto run = [&]<class X, class W, class Y>(X, W, Y, const Tensor& rows) {
     strips::run(strips::Product<X, W, Y>{
@@ -193,7 +194,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     }
   } else {
 #ifdef __AVX512BF16__
-    TORCH_CHECK(out.inputs % 2 == 0, "bfloat16 inputs come in pairs");
     run(vectors::Pair(), vectors::Pair(), BFloat16(), x.contiguous());
 #else
     run(float(), BFloat16(), BFloat16(), x.to(at::kFloat).contiguous());
@@ -238,11 +238,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
   arrays::define(m);
-#ifdef __AVX512BF16__
-  m.attr("pairs") = true;
-#else
-  m.attr("pairs") = false;
-#endif
 #ifdef SPECINFER_TILES
   m.attr("tile_rows") = tiles::kSide;
 #else

@@ -3,9 +3,10 @@
 vLLM multiplies with oneDNN, whose time grows with every row of a tree. `strips.cpp`
 reads the weights once for the rows of a tree, in the order they lie in, and pairs of
 bfloat16 are multiplied as such where the CPU can. Reading takes most of a small step's
-time, so that a float32 model's weights are kept as bfloat16 or float16 where each of
-them is the same number there, as it is in models that were published so. Where the CPU
-multiplies tiles of bfloat16 (AMX), their weights lie in tiles for `tile_rows.cpp`.
+time, so that weights lie in huge pages, and a float32 model's are kept as bfloat16 or
+float16 where each of them is the same number there, as it is in models that were
+published so. Where the CPU multiplies tiles of bfloat16 (AMX), their weights lie in
+tiles for `tile_rows.cpp`.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu import extension, huge_pages
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Smaller types that may hold all weights of a float32 model.
@@ -67,10 +68,9 @@ def kernel_for(weight: torch.Tensor) -> Kernel | None:
             return None
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
         return Kernel(multiply, _in_tiles(weight))
-    pairs = weight.dtype == torch.bfloat16 and kernels.pairs
     stored = _in_few_bytes(weight)
     multiply = partial(operators.linear.default, outputs=outputs, stored=stored.dtype)
-    return Kernel(multiply, _in_strips(stored, 1 + pairs).view(weight.dtype))
+    return Kernel(multiply, _in_strips(stored).view(weight.dtype))
 
 
 def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
@@ -119,18 +119,27 @@ def _in_few_bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _in_strips(weight: torch.Tensor, together: int) -> torch.Tensor:
-    """[strips, K * 32] a copy of weights [N, K], so many of an output's together."""
-    steps = weight.shape[1] // together
-    strips = _whole_strips(weight).view(-1, _STRIP, steps, together)
-    return strips.transpose(1, 2).reshape(len(strips), -1)
+def _in_strips(weight: torch.Tensor) -> torch.Tensor:
+    """[strips, K * 32] a copy of weights [N, K]; an output's bfloat16 ones in pairs."""
+    together = 2 if weight.dtype == torch.bfloat16 else 1
+    strips = _whole_strips(weight).view(
+        -1, _STRIP, weight.shape[1] // together, together
+    )
+    return _copy(strips.transpose(1, 2))
 
 
 def _in_tiles(weight: torch.Tensor) -> torch.Tensor:
     """[strips, K * 32] a copy of weights [N, K]."""
     k = weight.shape[1]
     tiles = _whole_strips(weight).view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(tiles), -1)
+    return _copy(tiles.permute(0, 3, 1, 4, 2, 5))
+
+
+def _copy(strips: torch.Tensor) -> torch.Tensor:
+    """[strips, K * 32] a dense copy."""
+    copy = huge_pages.empty(strips.numel(), strips.dtype)
+    copy.view(strips.shape).copy_(strips)
+    return copy.view(len(strips), -1)
 
 
 def _whole_strips(weight: torch.Tensor) -> torch.Tensor:
