@@ -24,6 +24,10 @@ struct Rows {
     second = one(row + 1, col);
   }
   Vec one(int row, int col) const { return load(data + row * step + col); }
+  void fetch_two(int row, int col, int64_t ahead) const {
+    __builtin_prefetch(data + row * step + col + ahead);
+    __builtin_prefetch(data + (row + 1) * step + col + ahead);
+  }
 };
 
 // A matrix in tiles of 16 columns, `step` apart, of which rows 2i and 2i + 1 take turns.
@@ -42,6 +46,9 @@ struct Tiles {
   void two(int row, int col, Vec& first, Vec& second) const {
     load_pairs(at(row, col), first, second);
   }
+  void fetch_two(int row, int col, int64_t ahead) const {
+    __builtin_prefetch(at(row, col) + ahead);
+  }
   Vec one(int row, int col) const {
     Vec first, second;
     two(row, col, first, second);
@@ -52,6 +59,16 @@ struct Tiles {
 #ifdef SPECINFER_TILES
     if (kMultiplied) tiles::configure();
 #endif
+  }
+};
+
+// A matrix, and how far behind it that one lies that is read next.
+template <class B>
+struct Fetching : B {
+  int64_t ahead;
+  void two(int row, int col, Vec& first, Vec& second) const {
+    B::two(row, col, first, second);
+    B::fetch_two(row, col, ahead);
   }
 };
 

@@ -78,12 +78,17 @@ template <class T, class K, template <class> class M>
 void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State state,
             typename M<K>::Factor* query) {
   using Factor = typename M<K>::Factor;
+  using Matrix = M<K>;
   constexpr int kMaxRows = M<K>::kMaxRows;
   constexpr bool kScalesLater = !std::is_same_v<Factor, float>;  // queries stay exact
   const Unit& leader = *units;
   const int first_row = s.query_start_loc[leader.req];
   const int D = s.head_size, context = s.context_lens[leader.req];
   const int32_t* table = s.block_table + leader.req * s.table_row;
+  auto page_of = [&](int position) {
+    return s.cache + table[position / s.block_size] * s.cache_block +
+           leader.kv_head * s.cache_head;
+  };
   const float log2e = 1.442695041f;
   const float scale = (s.softcap ? s.scale / s.softcap : s.scale * log2e) * kUnit<K>;
   // What scores are still to be multiplied with, before and without softcap.
@@ -112,9 +117,15 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
     const int offset = t % s.block_size;
     n = std::min({kTile, s.block_size - offset, item.end - t});
     const int width = (n + kLanes - 1) / kLanes * kLanes;
-    const K* page = s.cache + table[t / s.block_size] * s.cache_block +
-                    leader.kv_head * s.cache_head;
+    const K* page = page_of(t);
     const auto keys = s.keys(page, offset), values = s.values(page, offset);
+    // The next tile is fetched meanwhile, unless it is a smaller one.
+    const int64_t ahead = t + 2 * n <= item.end ? page_of(t + n) - page : 0;
+    auto multiply = [&](int rows, const Factor* a, int lda, const Matrix& b, auto... c) {
+      if constexpr (!kScalesLater)  // not tried where the CPU multiplies tiles
+        if (ahead) return gemm(rows, a, lda, Fetching<Matrix>{b, ahead}, c...);
+      gemm(rows, a, lda, b, c...);
+    };
     // Never where there are several units: those end before any request's tree.
     const bool masked = t + n > context || n < width;
     // A window is longer than any path of a tree: it begins in the context.
@@ -123,7 +134,7 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
     for (int g = 0; g < groups; ++g) {
       const int m0 = item.rows * g / groups;
       const int rows = item.rows * (g + 1) / groups - m0;
-      gemm(rows, query + m0 * D, D, keys, scores, kTile, D, width, nullptr);
+      multiply(rows, query + m0 * D, D, keys, scores, kTile, D, width, nullptr);
       for (int r = 0; r < rows; ++r) {
         float* x = scores + r * kTile;
         if (s.softcap)
@@ -163,7 +174,7 @@ void attend(const Step<T, K, M>& s, const Item& item, const Unit* units, State s
         float& total = state.sum[m0 + r];
         total = total * alpha[r] + reduce_add(sum);
       }
-      gemm(rows, weights, kTile, values, state.out + m0 * D, D, n, D, alpha);
+      multiply(rows, weights, kTile, values, state.out + m0 * D, D, n, D, alpha);
     }
   }
 }
