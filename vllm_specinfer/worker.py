@@ -19,6 +19,7 @@ from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import model_refusals, refusals
 from vllm_specinfer.device import is_host
+from vllm_specinfer.kernels.cpu import huge_pages
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
@@ -139,9 +140,13 @@ class TreeWorker(Worker):
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """With the specs of layers that share K/V."""
+        """With the specs of layers that share K/V; a host's K/V lie in huge pages."""
         let_groups_know(kv_cache_config, get_shared_kv_cache_layers(self.vllm_config))
         super().initialize_from_config(kv_cache_config)
+        if is_host(self.device):
+            layers = self.vllm_config.compilation_config.static_forward_context
+            caches = [getattr(layer, "kv_cache", None) for layer in layers.values()]
+            huge_pages.clear([c for c in caches if isinstance(c, torch.Tensor)])
 
     def determine_available_memory(self) -> int:
         """Keep nothing of what was captured meanwhile."""

@@ -11,6 +11,11 @@ from vllm_specinfer.kernels.cpu.linear import kernel_for
 
 PAGE = 1 << 21
 
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel has no huge pages",
+)
+
 
 def flags_of(tensor: torch.Tensor) -> list[str]:
     """The kernel's flags of the memory that a tensor lies in."""
@@ -30,10 +35,7 @@ def _nothing_taken_yet(monkeypatch):
     monkeypatch.setattr(huge_pages, "_free", torch.empty(0, dtype=torch.uint8))
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="this kernel has no huge pages",
-)
+@needs_huge_pages
 @pytest.mark.parametrize("count", [100, 40 << 20])
 def test_they_are_asked_for(count):
     assert "hg" in flags_of(huge_pages.empty(count, torch.bfloat16))
@@ -71,10 +73,23 @@ def test_a_tensor_outlives_those_beside_it():
     assert (second == 3).all()
 
 
-def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch):
-    class Mapped(huge_pages.mmap.mmap):
-        def madvise(self, *args):
-            raise OSError("no such advice")
+@needs_huge_pages
+def test_memory_that_is_there_is_cleared_and_taken_anew():
+    memory = torch.full([5 * PAGE + 100], 7, dtype=torch.uint8)
+    before, after = (torch.full([PAGE], 7, dtype=torch.uint8) for _ in range(2))
+    huge_pages.clear([memory[5:9], memory[100:]])
+    assert not memory.any()
+    assert (before == 7).all() and (after == 7).all()
+    middle = memory[3 * PAGE :]
+    assert "hg" in flags_of(middle)
 
-    monkeypatch.setattr(huge_pages.mmap, "mmap", Mapped)
+
+def test_memory_without_a_whole_page_is_cleared():
+    memory = torch.full([100], 7, dtype=torch.uint8)
+    huge_pages.clear([memory, torch.empty(0)])
+    assert not memory.any()
+
+
+def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch):
+    monkeypatch.setattr(huge_pages.mmap, "MADV_HUGEPAGE", -1)  # no such advice
     assert huge_pages.empty(5, torch.int64).fill_(2).tolist() == [2] * 5

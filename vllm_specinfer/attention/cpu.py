@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
+    AttentionType,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.cpu_attn import (
@@ -29,6 +30,7 @@ from vllm.v1.attention.backends.registry import (
 from vllm_specinfer.commit.compaction import CPUCommit
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
+from vllm_specinfer.kernels.cpu.cache_write import write_kv
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 from vllm_specinfer.tree.rows import TreeRows
@@ -232,8 +234,10 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             return output
         if self.sinks is not None and self._float_sinks is None:
             self._float_sinks = self.sinks.float().contiguous()
-        num_tokens = attn_metadata.num_actual_tokens
-        query = query[:num_tokens]
+        # Views cost as much as some rows do, in every layer.
+        rows = output if output.dim() == 3 else output.view(query.shape)
+        if (num_tokens := attn_metadata.num_actual_tokens) < len(query):
+            query, rows = query[:num_tokens], rows[:num_tokens]
         if self.is_fp8_kv_cache:
             is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
             fp8 = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
@@ -241,7 +245,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
         tree_attention(
             query,
             kv_cache,
-            output[:num_tokens].view(query.shape),
+            rows,
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -255,6 +259,19 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             max(self.sliding_window, 0),
         )
         return output
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """As in vLLM; the few rows of a step of trees are written by our kernel."""
+        decodes = self.attn_type == AttentionType.DECODER
+        if not (decodes and write_kv(key, value, kv_cache, slot_mapping, layer.isa)):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
 
 class CPUTreeAttentionBackend(CPUAttentionBackend):

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "arrays.cpp"
+#include "cache_write.cpp"
 #include "commit.cpp"
 #include "strips.cpp"
 #include "tile_rows.cpp"
@@ -100,6 +101,45 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
   }
 }
 
+pages::Cache cache_of(const Tensor& t, bool in_tiles) {
+  const int64_t item = t.element_size();
+  TORCH_CHECK(t.dim() == 4 && t.stride(3) == 1 && t.stride(2) == t.size(3) &&
+                  (item <= 2 || item == 4),
+              "a kv_cache must be [B, Hkv, block_size, 2 * D] of 1, 2 or 4 byte items "
+              "with whole pages; got ", t.sizes());
+  return {(char*)t.data_ptr(), t.stride(0) * item, t.stride(1) * item,
+          (int)t.size(1), (int)t.size(3) / 2, (int)t.size(2), (int)item, in_tiles};
+}
+
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& kv_cache,
+              const Tensor& slots, bool in_tiles) {
+  const pages::Cache cache = cache_of(kv_cache, in_tiles);
+  const int64_t count = std::min(slots.numel(), key.size(0));
+  for (const Tensor* t : {&key, &value})
+    TORCH_CHECK(t->dim() == 3 && t->size(0) >= count && t->size(1) == cache.num_heads &&
+                    t->size(2) == cache.head_size && t->stride(2) == 1 &&
+                    t->scalar_type() == kv_cache.scalar_type(),
+                "key and value must be [T, ", cache.num_heads, ", ", cache.head_size,
+                "] of the cache's type; got ", t->sizes(), " ", t->scalar_type());
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(),
+              "slots must be contiguous int64");
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const int64_t num_slots = kv_cache.size(0) * cache.block_size;
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK(slot[i] < num_slots, "slots must be below ", num_slots, "; got ", slot[i]);
+  auto rows = [&]<class T>(const Tensor& t, T) {
+    return cache_write::Rows<T>{(const T*)t.const_data_ptr(), t.stride(0), t.stride(1)};
+  };
+  auto run = [&](auto item) {
+    cache_write::run(cache, rows(key, item), rows(value, item), slot, count);
+  };
+  switch (cache.item_bytes) {
+    case 2: return run(uint16_t());
+    case 4: return run(uint32_t());
+    default: TORCH_CHECK(false, "items of a byte are vLLM's to round");
+  }
+}
+
 void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
                const Tensor& dst_slots, int64_t block_size,
                const std::vector<bool>& in_tiles) {
@@ -121,20 +161,14 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
                      dst[i] % block_size});
   }
   if (moves.empty()) return;
-  std::vector<commit::Cache> caches;
+  std::vector<pages::Cache> caches;
   std::unordered_set<const void*> seen;
   for (size_t i = 0; i < kv_caches.size(); ++i) {
     const Tensor& t = kv_caches[i];
-    TORCH_CHECK(t.dim() == 4 && t.size(2) == block_size && t.stride(3) == 1 &&
-                    t.stride(2) == t.size(3) &&
-                    (t.element_size() <= 2 || t.element_size() == 4),
-                "a kv_cache must be [B, Hkv, ", block_size,
-                ", 2 * D] of 1, 2 or 4 byte items with whole pages; got ", t.sizes());
     if (!seen.insert(t.data_ptr()).second) continue;
-    const int64_t item = t.element_size();
-    caches.push_back({(char*)t.data_ptr(), t.stride(0) * item, t.stride(1) * item,
-                      (int)t.size(1), (int)t.size(3) / 2, (int)block_size, (int)item,
-                      in_tiles.at(i)});
+    caches.push_back(cache_of(t, in_tiles.at(i)));
+    TORCH_CHECK(t.size(2) == block_size, "a kv_cache must have blocks of ", block_size,
+                "; got ", t.sizes());
   }
   pybind11::gil_scoped_release no_gil;
   commit::run(caches, moves);
@@ -237,6 +271,7 @@ TORCH_LIBRARY_IMPL(vllm_specinfer, CPU, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("tree_attention", &tree_attention);
   m.def("commit_kv", &commit_kv);
+  m.def("write_kv", &write_kv);
   arrays::define(m);
 #ifdef SPECINFER_TILES
   m.attr("tile_rows") = tiles::kSide;

@@ -1,32 +1,12 @@
 // Move the K/V of accepted tree nodes to the slots of the committed sequence.
-//
-// A (block, head) page holds K as [D, block_size], then V as [block_size, D], row by row
-// or in tiles (tree_attention.cpp).
 #include <cstdint>
 #include <vector>
 
+#include "pages.cpp"
+
 namespace commit {
 
-constexpr int64_t kTile = 16;  // columns of a tile
-
-struct Cache {
-  char* data;
-  int64_t block_bytes, head_bytes;  // strides
-  int num_heads, head_size, block_size, item_bytes;
-  bool in_tiles;
-
-  // Where a page has item d of the K or of the V at this position.
-  int64_t key(int64_t d, int64_t p) const {
-    if (!in_tiles) return d * block_size + p;
-    return p / kTile * kTile * head_size + d / 2 * 2 * kTile + p % kTile * 2 + d % 2;
-  }
-  int64_t value(int64_t d, int64_t p) const {
-    const int64_t begin = (int64_t)block_size * head_size;
-    if (!in_tiles) return begin + p * head_size + d;
-    return begin + d / kTile * kTile * block_size + p / 2 * 2 * kTile + d % kTile * 2 +
-           p % 2;
-  }
-};
+using pages::Cache;
 
 struct Move {
   int64_t src_block, src_offset, dst_block, dst_offset;
@@ -35,10 +15,7 @@ struct Move {
 // All sources are read before one is written: moves overlap.
 template <class T>
 void move_head(const Cache& cache, int head, const std::vector<Move>& moves, T* stash) {
-  auto page = [&](int64_t block) {
-    return reinterpret_cast<T*>(cache.data + block * cache.block_bytes +
-                                head * cache.head_bytes);
-  };
+  auto page = [&](int64_t block) { return cache.page<T>(block, head); };
   for (int64_t d = 0; d < cache.head_size; ++d) {
     T* out = stash;
     for (const Move& m : moves) {

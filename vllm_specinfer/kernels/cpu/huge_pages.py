@@ -1,14 +1,14 @@
-"""Memory in huge pages, for what every step reads from its first byte to its last.
+"""Memory in huge pages, for weights and K/V, which every step reads.
 
-A page of 4 KiB ends after as many bytes as a few rows take no time to multiply, and the
-next one's address has to be looked up, in a virtual machine through the host's tables,
-too. Linux gives pages of 2 MiB to those who ask (transparent huge pages); layers of a
-small model are smaller than one, so that they share them.
+A page of 4 KiB ends soon, and the next one's address has to be looked up, in a virtual
+machine through the host's tables, too. Linux gives pages of 2 MiB to those who ask
+(transparent huge pages, on many systems only to those).
 """
 
-import contextlib
+import ctypes
 import math
 import mmap
+from collections.abc import Iterable
 
 import torch
 
@@ -26,20 +26,39 @@ def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
     size = count * dtype.itemsize
     taken = math.ceil(size / _LINE) * _LINE
     if taken > _BLOCK // 2:
-        return _map(taken)[:size].view(dtype)
+        return _block(taken)[:size].view(dtype)
     if taken > len(_free):
-        _free = _map(_BLOCK)
+        _free = _block(_BLOCK)
     found, _free = _free[:size], _free[taken:]
     return found.view(dtype)
 
 
-def _map(size: int) -> torch.Tensor:
+def clear(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill all memory of these views with zeros, in huge pages as far as that goes."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    for storage in {storage.data_ptr(): storage for storage in storages}.values():
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        _ask(memory)
+        memory.zero_()
+
+
+def _block(size: int) -> torch.Tensor:
     """[size] bytes from the first one of a huge page on."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    # Not all kernels align what is mapped; what nobody writes takes no memory.
-    mapped = mmap.mmap(-1, size + _PAGE, flags=flags)
-    with contextlib.suppress(OSError):  # a kernel without them
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    block = torch.frombuffer(mapped, dtype=torch.uint8)
-    start = -block.data_ptr() % _PAGE
-    return block[start : start + size]
+    memory = torch.empty(size + _PAGE, dtype=torch.uint8)
+    _ask(memory)
+    start = -memory.data_ptr() % _PAGE
+    return memory[start : start + size]
+
+
+def _ask(memory: torch.Tensor) -> None:
+    """Give whole pages back and ask for huge ones at the next touch.
+
+    Kernels that have none, or memory that cannot be given back, leave it as it is.
+    """
+    start = math.ceil(memory.data_ptr() / _PAGE) * _PAGE
+    size = (memory.data_ptr() + memory.nbytes - start) // _PAGE * _PAGE
+    if size <= 0:
+        return
+    madvise = ctypes.CDLL(None).madvise
+    for advice in (mmap.MADV_DONTNEED, mmap.MADV_HUGEPAGE):
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
