@@ -21,6 +21,8 @@ from vllm_specinfer.kernels.cpu.linear import (
 
 # Outputs that leave a part of a strip, fewer than one, and one thread without work.
 SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (33, 2), (962, 576), (576, 1536)]
+# Types that a float32 model's weights may have been published in.
+HALF = (torch.bfloat16, torch.float16)
 
 pytestmark = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM multiplies there"
@@ -49,9 +51,12 @@ def random(*shape, dtype, seed=0):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_row_is_multiplied_by_every_output(tiles, dtype, shape, bias):
-    weight = random(*shape, dtype=dtype, seed=1)
+@pytest.mark.parametrize(
+    ("dtype", "published"),
+    [(d, d) for d in DTYPES] + [(torch.float32, d) for d in HALF],
+)
+def test_every_row_is_multiplied_by_every_output(tiles, dtype, published, shape, bias):
+    weight = random(*shape, dtype=published, seed=1).to(dtype)
     if tiles and dtype is torch.bfloat16 and shape[1] % 32:
         assert kernel_for(weight) is None
         return
@@ -108,7 +113,7 @@ def test_a_compiled_model_multiplies_any_number_of_rows():
         torch.testing.assert_close(compiled(x), linear(x, weight).relu())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_float32_weights_take_no_more_bytes_than_they_need(dtype):
     weight = random(70, 48, dtype=dtype).float()
     kernel = kernel_for(weight)
