@@ -10,11 +10,11 @@ release is recorded with
 which prints what differs from the release before.
 """
 
+import argparse
 import ast
 import hashlib
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Iterator
 from functools import cached_property
@@ -299,4 +299,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("vllm", help="its folder or wheel")
+    main(parser.parse_args().vllm)

@@ -19,7 +19,6 @@ from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import model_refusals, refusals
 from vllm_specinfer.device import is_host
-from vllm_specinfer.kernels.cpu import huge_pages
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
@@ -144,6 +143,8 @@ class TreeWorker(Worker):
         let_groups_know(kv_cache_config, get_shared_kv_cache_layers(self.vllm_config))
         super().initialize_from_config(kv_cache_config)
         if is_host(self.device):
+            from vllm_specinfer.kernels.cpu import huge_pages
+
             layers = self.vllm_config.compilation_config.static_forward_context
             caches = [getattr(layer, "kv_cache", None) for layer in layers.values()]
             huge_pages.clear([c for c in caches if isinstance(c, torch.Tensor)])
