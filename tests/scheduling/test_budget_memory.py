@@ -1,6 +1,7 @@
 """What a budget has learned survives its engine, and never harms the next one."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -100,6 +101,17 @@ def test_saved_predictors_are_the_next_ones_start():
 def test_other_circumstances_have_another_file():
     files = {budget_memory.file_of(*c) for c in (("a", 1), ("a", 2), ("b", 1))}
     assert len(files) == 3
+
+
+@pytest.mark.parametrize("name", ["cpu/strips.cpp", "triton/growth.py"])
+def test_other_kernels_have_another_file(tmp_path, monkeypatch, name):
+    before = budget_memory.file_of("a")
+    shutil.copytree(budget_memory._KERNELS, tmp_path / "kernels")
+    monkeypatch.setattr(budget_memory, "_KERNELS", tmp_path / "kernels")
+    assert budget_memory.file_of("a") == before
+    with (tmp_path / "kernels" / name).open("a") as source:
+        source.write("// and more")
+    assert budget_memory.file_of("a") != before
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"budget": 1}', "{}"])

@@ -1,7 +1,8 @@
 """What a budget has learned, kept from one engine to the next.
 
-One small file per target, sources, hardware and settings, beside vLLM's other caches.
-It only saves the first steps of an engine from guessing: what is wrong is unlearned.
+One small file per target, sources, hardware, settings and state of this package's
+kernels, beside vLLM's other caches. It only saves the first steps of an engine from
+guessing: what is wrong is unlearned.
 """
 
 import hashlib
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Whose times are learned; after an upgrade they may be others.
+_KERNELS = Path(__file__).parents[1] / "kernels"
 # What the budget has learned is saved every so many steps.
 SAVE_STEPS = 500
 
@@ -47,8 +50,10 @@ class BudgetMemory:
 
 def file_of(*circumstances: Any) -> Path:
     """The file for engines in these circumstances, on this machine."""
-    key = repr((circumstances, cpu(), os.cpu_count())).encode()
-    return cache_folder() / f"budget-{hashlib.sha256(key).hexdigest()[:16]}.json"
+    key = hashlib.sha256(repr((circumstances, cpu(), os.cpu_count())).encode())
+    for source in sorted([*_KERNELS.rglob("*.cpp"), *_KERNELS.rglob("*.py")]):
+        key.update(source.read_bytes())
+    return cache_folder() / f"budget-{key.hexdigest()[:16]}.json"
 
 
 def load(file: Path) -> dict[str, Any] | None:
