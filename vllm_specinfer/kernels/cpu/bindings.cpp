@@ -165,10 +165,10 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
   std::unordered_set<const void*> seen;
   for (size_t i = 0; i < kv_caches.size(); ++i) {
     const Tensor& t = kv_caches[i];
-    if (!seen.insert(t.data_ptr()).second) continue;
-    caches.push_back(cache_of(t, in_tiles.at(i)));
-    TORCH_CHECK(t.size(2) == block_size, "a kv_cache must have blocks of ", block_size,
-                "; got ", t.sizes());
+    const pages::Cache cache = cache_of(t, in_tiles.at(i));
+    TORCH_CHECK(cache.block_size == block_size, "a kv_cache must have blocks of ",
+                block_size, "; got ", t.sizes());
+    if (seen.insert(t.data_ptr()).second) caches.push_back(cache);
   }
   pybind11::gil_scoped_release no_gil;
   commit::run(caches, moves);
