@@ -1,5 +1,6 @@
 """What the host learns of a step that it drafts for, and which rows a head reads."""
 
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from vllm_specinfer.drafting.host_steps import HostSteps
+from vllm_specinfer.drafting.sources import Drafts
 from vllm_specinfer.scheduling.step_stats import WorkerStats
 from vllm_specinfer.tree.candidates import FinishedTrees
 from vllm_specinfer.tree.table import TreeTable
@@ -23,14 +25,21 @@ def test_only_the_tree_of_the_step_itself_says_which_rows_stay():
     assert rows.tolist() == [0, 2, 4, 6, 7, 8, 9, 10]
 
 
-def test_seconds_are_those_of_plain_decoding_or_of_trees():
+def test_seconds_are_those_of_steps_and_of_drafts():
     sources, budget, memory = mock.Mock(), mock.Mock(), mock.Mock()
     trees, slots = TreeTable(max_num_reqs=5, num_nodes=3), np.array([4, 2])
     requests = mock.Mock(max_num_reqs=5, device=torch.device("cpu"))
     steps = HostSteps(requests, None, trees, sources, budget, memory, [], False)
     none = FinishedTrees.none(2, 3, 1)
-    sources.propose.return_value = none, [{}, {}], [], {}
-    for num_rows, decodes_only in ((2, True), (3, True), (8, True), (40, False)):
+    write = trees.write
+    trees.write = lambda *args: (time.sleep(0.01), write(*args))
+    for num_rows, decodes_only, work in (
+        (2, True, (4, 1)),
+        (3, True, (6, 2)),
+        (8, True, None),
+        (40, False, (80, 0)),
+    ):
+        sources.propose.return_value = Drafts(none, [{}, {}], [], {}, work)
         batch = SimpleNamespace(num_tokens=num_rows, num_reqs=2, req_ids=["a", "b"])
         asked = mock.Mock(input_batch=batch, num_nodes=3)
         steps._step = lambda *_, decodes_only=decodes_only: SimpleNamespace(
@@ -49,3 +58,7 @@ def test_seconds_are_those_of_plain_decoding_or_of_trees():
     # Between the end of drafting and the next time it is asked for.
     assert all(0 < seconds < 60 for _, seconds, _ in observed[1:])
     assert memory.note_step.call_count == 3
+    # Where SSMs were asked, with what the host does about it.
+    drafts = [call.args for call in budget.observe_draft.call_args_list]
+    assert [args[:3] for args in drafts] == [(2, 4, 1), (2, 6, 2)]
+    assert all(0.01 <= seconds < 60 for *_, seconds in drafts)

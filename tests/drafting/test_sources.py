@@ -68,6 +68,8 @@ class Chain:
 
     def begin(self, step, least):
         self.asked.append(np.exp(least))
+        rows, levels = self.work
+        self.work = rows + len(self.tokens), levels + 1
         proposal = self.propose(step)
         return lambda: proposal
 
@@ -250,6 +252,15 @@ class Stingy(Budget):
         self.grows = lambda num_reqs: grows
         self.drafts = lambda num_reqs, unread, known: drafts
         self.least_score = lambda scores, drafted: least
+
+
+def test_drafts_say_what_the_ssms_did_for_them():
+    lookups, ssms = [Chain([5], 0.1)], [Chain([1, 2], 0.9), Chain([1, 2, 3], 0.9)]
+    sources = SourceSet(lookups, ssms, SHAPE, 3, Budget())
+    assert [sources.propose(STEP).work for _ in range(2)] == [(5, 2), (5, 2)]
+    for others, budget in ((ssms, Stingy(drafts=False)), ([], Budget())):
+        sources = SourceSet(lookups, others, SHAPE, 3, budget)
+        assert sources.propose(STEP).work is None
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,9 @@ class HostSteps:
             trees = num_rows > input_batch.num_reqs
             self._budget.observe_step(num_rows, seconds, trees)
             self._note_step()
+        proposed_at = time.perf_counter()
         self._trees.drop(step.slots)
-        trees, draws, counts, reasons = self._sources.propose(
+        trees, draws, counts, reasons, work = self._sources.propose(
             step, asked.num_nodes, asked.decided
         )
         # Where a tree ends, tokens that exist: vLLM's warm-up runs all N.
@@ -155,6 +156,10 @@ class HostSteps:
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         stats.seconds[DRAFT] += self._finished_at - started
+        if work is not None and step.decodes_only:
+            # The host's own work is part of it: of many requests it is no little.
+            seconds = self._finished_at - proposed_at
+            self._budget.observe_draft(len(growing), *work, seconds)
         return stage(self._requests.device, drafts)[0][:, : asked.num_nodes]
 
     def _step(self, asked: DraftRequest, verified: WorkerStats) -> DraftStep:

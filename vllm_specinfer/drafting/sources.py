@@ -6,7 +6,6 @@ candidates per request.
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -59,12 +58,15 @@ class Drafts(NamedTuple):
         draws: [R] the draws below each node, `ROOT` included, one item per source.
         counts: [Q] nodes by source; what several propose is the first one's.
         reasons: By request why it has no node, of those that have none.
+        work: Rows that the SSMs ran, and their passes over levels; None where they were
+            not asked.
     """
 
     trees: FinishedTrees
     draws: list[dict[int, list[Draws]]]
     counts: list[int]
     reasons: dict[int, str]
+    work: tuple[int, int] | None = None
 
 
 class Decision(NamedTuple):
@@ -188,7 +190,7 @@ class SourceSet:
         num_reqs = len(step.growing)
         most = self._num_nodes if most is None else most
         least = np.full(num_reqs, -np.inf)
-        proposals, asks, scores, sure = [], False, None, False
+        proposals, asks, scores, sure, work = [], False, None, False, None
         if decided is None:
             grows = most > 0 and self._budget.grows(num_reqs)
         else:
@@ -205,7 +207,8 @@ class SourceSet:
             else:
                 asks = decided.asks
             if asks:
-                proposals += self._ask_ssms(step, least)
+                asked, work = self._ask_ssms(step, least)
+                proposals += asked
         if not asks:
             for source in self.ssms:
                 source.ssm.skip(step)
@@ -229,6 +232,7 @@ class SourceSet:
             self._draws(proposals, columns, trees),
             np.bincount(first_source(given)[trees.tokens != NO_TOKEN]).tolist(),
             self._reasons(trees, union.scores, most, grows, asks),
+            work,
         )
 
     def note_found(self, slot: int, parents: np.ndarray, given: np.ndarray) -> None:
@@ -327,19 +331,17 @@ class SourceSet:
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
         return self._budget.drafts(len(step.growing), unread, known)
 
-    def _ask_ssms(self, step: DraftStep, least: np.ndarray) -> list[Proposal]:
-        (rows, levels), started = ssm_work(self.ssms), time.perf_counter()
+    def _ask_ssms(
+        self, step: DraftStep, least: np.ndarray
+    ) -> tuple[list[Proposal], tuple[int, int]]:
+        """What they propose, and `Drafts.work`."""
+        rows, levels = ssm_work(self.ssms)
         begun = [
             source.begin(step, np.maximum(least, source.least)) for source in self.ssms
         ]
         proposals = [wait() for wait in begun]
-        if step.decodes_only:
-            spent = time.perf_counter() - started
-            all_rows, all_levels = ssm_work(self.ssms)
-            self._budget.observe_draft(
-                len(step.growing), all_rows - rows, all_levels - levels, spent
-            )
-        return proposals
+        all_rows, all_levels = ssm_work(self.ssms)
+        return proposals, (all_rows - rows, all_levels - levels)
 
     def _given_by_source(
         self,

@@ -98,26 +98,6 @@ class RecordedSSM:
         return Children(scores, tokens)
 
 
-class TableBudget(LoadBudget):
-    """The engine's budget with costs from a table instead of a clock."""
-
-    def __init__(self, num_nodes: int, costs: Costs) -> None:
-        super().__init__(num_nodes)
-        self._costs = costs
-
-    def observe_draft(
-        self,
-        num_reqs: int,
-        rows: int,
-        levels: int,
-        seconds: float,
-        follows: bool = False,
-    ) -> None:
-        """The table's seconds: a pass for each level, one to catch up."""
-        seconds = self._costs.level_seconds * (1 + levels)
-        super().observe_draft(num_reqs, rows, levels, seconds, follows)
-
-
 def replay(
     trace: Trace, name: str, predictor: Predictor | None, costs: Costs, num_nodes: int
 ) -> tuple[Simulated, np.ndarray]:
@@ -133,7 +113,7 @@ def replay(
     Returns:
         Its trees, and [S] how many of their nodes it expected to be accepted.
     """
-    tree, budget = default_tree(num_nodes), TableBudget(num_nodes, costs)
+    tree, budget = default_tree(num_nodes), LoadBudget(num_nodes)
     tree = replace(tree, max_depth=min(tree.max_depth, trace.tree.max_depth))
     ssm = RecordedSSM(trace)
     source = NeuralSource(ssm, ssm, tree, num_nodes, budget)
@@ -153,7 +133,8 @@ def replay(
             decodes_only=True,
             tests_draws=False,
         )
-        trees = sources.propose(step).trees
+        drafts = sources.propose(step)
+        trees = drafts.trees
         tokens = trees.tokens[0]
         is_node = tokens != NO_TOKEN
         accepted = np.flatnonzero(is_node & trace.on_path[s, tokens])
@@ -161,6 +142,9 @@ def replay(
         found[:, s] = len(accepted), size, ssm.num_passes - before
         expected.append(float(np.exp(trees.scores[0]).sum()))
         sources.observe(request, accepted.tolist())
+        if drafts.work is not None:
+            rows, levels = drafts.work  # one pass catches up
+            budget.observe_draft(1, rows, levels, costs.level_seconds * (1 + levels))
         seconds = float(np.interp(1 + size, costs.rows, costs.seconds))
         budget.observe_step(1 + size, seconds, size > 0)
     return Simulated(name, *found), np.array(expected)

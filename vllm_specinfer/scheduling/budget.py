@@ -118,13 +118,13 @@ class Budget:
         seconds: float,
         follows: bool = False,
     ) -> None:
-        """The SSMs took so long for R requests and so many rows and levels.
+        """A draft of R requests took so long, for so many rows and levels of SSMs.
 
         Args:
             num_reqs: R.
             rows: Rows.
             levels: Passes over levels.
-            seconds: What they took.
+            seconds: What it took, with the host's own work where that waits.
             follows: None of the rows is a prompt's, as many as they are.
         """
 

@@ -309,7 +309,7 @@ class LoadBudget(Budget):
         seconds: float,
         follows: bool = False,
     ) -> None:
-        """The SSMs took so long for R requests and so many rows and levels."""
+        """A draft took so long for R requests and so many rows and levels."""
         seconds = self._agreed(seconds)
         reads = not follows and rows > num_reqs * ROWS_PER_NODE * (self._num_nodes + 1)
         if reads:

@@ -23,7 +23,9 @@ using namespace vectors;
 constexpr int kOutputs = 32;                    // of a strip
 constexpr int kVectors = kOutputs / kLanes;
 constexpr int kMostRows = 24 / kVectors;        // of a tile: 24 sums, 32 registers
-constexpr int kAhead = 2048;                    // bytes of weights that are fetched
+constexpr int kAhead = 6144;                    // bytes of weights that are fetched
+constexpr int64_t kFewTiles = 8;                // which hide that the next strip is fetched
+constexpr int64_t kCached = 1 << 18;            // bytes of a strip that it may have then
 constexpr int64_t kLeastRows = 2 * kMostRows;   // that a thread takes for itself
 constexpr int64_t kTasks = 4;                   // of a thread, or some finish early
 
@@ -39,6 +41,11 @@ struct Product {
   int64_t m, n, k;
 };
 
+template <class W>
+constexpr int kInputs = std::is_same_v<W, c10::BFloat16> ? 2 : 1;  // that lie together
+template <class W>
+constexpr int64_t kLine = kInputs<W> * kOutputs * sizeof(W);  // bytes of theirs
+
 // Weights of as many outputs as a vector has lanes, by inputs.
 template <class W>
 void load_inputs(const W* w, Vec (&inputs)[1]) {
@@ -48,40 +55,39 @@ inline void load_inputs(const c10::BFloat16* w, Vec (&inputs)[2]) {
   load_pairs(w, inputs[0], inputs[1]);
 }
 
-// `R` rows from `row` on by `S` strips from `strip` on.
-template <int R, int S, class P>
-void tile(const P& p, int64_t row, int64_t strip) {
+// What is fetched while a tile is multiplied: so many bytes on with every line of weights.
+struct Fetch {
+  const char* at;
+  int64_t step;
+};
+
+// `R` rows from `row` on by a strip.
+template <int R, class P>
+void tile(const P& p, int64_t row, int64_t strip, Fetch fetch) {
   using W = P::W;
-  constexpr int V = S * kVectors;
-  constexpr int T = std::is_same_v<W, c10::BFloat16> ? 2 : 1;  // inputs of a vector
-  constexpr int kLine = 64 / sizeof(W);
+  constexpr int T = kInputs<W>;
   const auto* x = p.x + row * p.k;
   const auto* w = p.w + strip * kOutputs * p.k;
   const int64_t output = strip * kOutputs;
-  Vec sums[R][V] = {};
-  for (int v = 0; p.bias && v < V; ++v)
+  Vec sums[R][kVectors] = {};
+  for (int v = 0; p.bias && v < kVectors; ++v)
     for (int r = 0; r < R; ++r) sums[r][v] = load(p.bias + output + v * kLanes);
-  for (int64_t k = 0; k < p.k; k += T, w += T * kOutputs) {
-    Vec weights[V][T];
-    for (int s = 0; s < S; ++s) {
-      const auto* of_strip = w + s * kOutputs * p.k;
-      for (int i = 0; i < T * kOutputs; i += kLine)
-        __builtin_prefetch(of_strip + kAhead / sizeof(W) + i);
-      for (int v = 0; v < kVectors; ++v)
-        load_inputs(of_strip + v * T * kLanes, weights[s * kVectors + v]);
-    }
+  for (int64_t k = 0; k < p.k; k += T, w += T * kOutputs, fetch.at += fetch.step) {
+    for (int i = 0; i < kLine<W>; i += 64) __builtin_prefetch(fetch.at + i);
+    Vec weights[kVectors][T];
+    for (int v = 0; v < kVectors; ++v) load_inputs(w + v * T * kLanes, weights[v]);
 #pragma GCC unroll 2
     for (int t = 0; t < T; ++t)
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const Vec value = splat(x[r * p.k + k + t]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v)
+        for (int v = 0; v < kVectors; ++v)
           add_product(sums[r][v], value, weights[v][t], typename P::X());
       }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const int64_t first = output + v * kLanes;
       auto* y = p.y + (row + r) * p.n + first;
       if (first + kLanes <= p.n)
@@ -91,19 +97,27 @@ void tile(const P& p, int64_t row, int64_t strip) {
     }
 }
 
-template <int S, class P, int... R>
-void tile(const P& p, int rows, int64_t row, int64_t strip,
+template <class P, int... R>
+void tile(const P& p, int rows, int64_t row, int64_t strip, Fetch fetch,
           std::integer_sequence<int, R...>) {
-  ((rows == R + 1 ? tile<R + 1, S>(p, row, strip) : void()), ...);
+  ((rows == R + 1 ? tile<R + 1>(p, row, strip, fetch) : void()), ...);
 }
 
-// Rows from `row` to `end` by `S` strips, in tiles of as equal numbers as there can be.
-template <int S, class P>
+// Rows from `row` to `end` by a strip, in tiles of as equal numbers as there can be. All
+// but the first find it in the cache, so that all fetch what the next strip's will read.
+template <class P>
 void tiles_of(const P& p, int64_t row, int64_t end, int64_t strip) {
-  constexpr int most = kMostRows / S;
-  for (int64_t tiles = (end - row + most - 1) / most; tiles > 0; --tiles) {
-    const int rows = (end - row) / tiles;
-    tile<S>(p, rows, row, strip, std::make_integer_sequence<int, most>());
+  using W = P::W;
+  const int64_t tiles = (end - row + kMostRows - 1) / kMostRows;
+  const int64_t bytes = kOutputs * p.k * sizeof(W);
+  const auto* weights = (const char*)p.w + strip * bytes;
+  const bool whole = tiles > 1 && tiles <= kFewTiles && bytes <= kCached;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int rows = (end - row) / (tiles - t);
+    const Fetch fetch = whole
+        ? Fetch{weights + bytes + t * bytes / tiles, kLine<W> / tiles}
+        : Fetch{weights + kAhead, kLine<W>};
+    tile(p, rows, row, strip, fetch, std::make_integer_sequence<int, kMostRows>());
     row += rows;
   }
 }
@@ -114,17 +128,9 @@ void run(const P& p) {
   const int64_t blocks = std::clamp<int64_t>(kTasks * at::get_num_threads() / strips, 1,
                                              1 + p.m / kLeastRows);
   at::parallel_for(0, blocks * strips, 1, [&](int64_t task, int64_t end) {
-    while (task < end) {
-      const int64_t block = task / strips, strip = task % strips;
-      const int64_t row = p.m * block / blocks, last = p.m * (block + 1) / blocks;
-      // Of one strip, all rows may fit into a tile; two share what is read of x.
-      if (last - row <= kMostRows || strip + 1 == strips || task + 1 == end) {
-        tiles_of<1>(p, row, last, strip);
-        task += 1;
-      } else {
-        tiles_of<2>(p, row, last, strip);
-        task += 2;
-      }
+    for (; task < end; ++task) {
+      const int64_t block = task / strips;
+      tiles_of(p, p.m * block / blocks, p.m * (block + 1) / blocks, task % strips);
     }
   });
 }
