@@ -23,9 +23,11 @@ using namespace vectors;
 constexpr int kOutputs = 32;                    // of a strip
 constexpr int kVectors = kOutputs / kLanes;
 constexpr int kMostRows = 24 / kVectors;        // of a tile: 24 sums, 32 registers
-constexpr int kAhead = 6144;                    // bytes of weights that are fetched
-constexpr int64_t kFewTiles = 8;                // which hide that the next strip is fetched
-constexpr int64_t kCached = 1 << 18;            // bytes of a strip that it may have then
+constexpr int kAhead = 6144;                    // bytes to the weights that are fetched
+// Of a strip that stays cached between its tiles, the next one beside it; with more tiles
+// reading it takes hardly any of the time.
+constexpr int64_t kCached = 1 << 18;            // bytes
+constexpr int64_t kFewTiles = 8;
 constexpr int64_t kLeastRows = 2 * kMostRows;   // that a thread takes for itself
 constexpr int64_t kTasks = 4;                   // of a thread, or some finish early
 
@@ -55,7 +57,7 @@ inline void load_inputs(const c10::BFloat16* w, Vec (&inputs)[2]) {
   load_pairs(w, inputs[0], inputs[1]);
 }
 
-// What is fetched while a tile is multiplied: so many bytes on with every line of weights.
+// What a tile fetches: from `at`, `step` bytes on with every line of its own weights.
 struct Fetch {
   const char* at;
   int64_t step;
