@@ -3,9 +3,11 @@
 import time
 from typing import Any
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer.hooks import cpu_linear, cpu_v2
+from vllm_specinfer.kernels.cpu import huge_pages
 from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.worker import TreeWorker
@@ -33,6 +35,11 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         if extension.load():
             return "CPU_ATTN, C++ kernels"
         return "CPU_ATTN, plain torch without C++ kernels"
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """K/V lie in huge pages, of which the first touch costs less, too."""
+        with huge_pages.Zeros():
+            super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> Any:
         """Where no engine like this one has learned what steps cost, measure it."""

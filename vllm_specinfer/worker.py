@@ -139,15 +139,9 @@ class TreeWorker(Worker):
         )
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """With the specs of layers that share K/V; a host's K/V lie in huge pages."""
+        """With the specs of layers that share K/V."""
         let_groups_know(kv_cache_config, get_shared_kv_cache_layers(self.vllm_config))
         super().initialize_from_config(kv_cache_config)
-        if is_host(self.device):
-            from vllm_specinfer.kernels.cpu import huge_pages
-
-            layers = self.vllm_config.compilation_config.static_forward_context
-            caches = [getattr(layer, "kv_cache", None) for layer in layers.values()]
-            huge_pages.clear([c for c in caches if isinstance(c, torch.Tensor)])
 
     def determine_available_memory(self) -> int:
         """Keep nothing of what was captured meanwhile."""

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e import engine
+from tests.e2e.models import tiny_llama
 from vllm_specinfer.kernels.cpu import huge_pages
 from vllm_specinfer.kernels.cpu.linear import kernel_for
 
@@ -74,20 +76,45 @@ def test_a_tensor_outlives_those_beside_it():
 
 
 @needs_huge_pages
-def test_memory_that_is_there_is_cleared_and_taken_anew():
-    memory = torch.full([5 * PAGE + 100], 7, dtype=torch.uint8)
-    before, after = (torch.full([PAGE], 7, dtype=torch.uint8) for _ in range(2))
-    huge_pages.clear([memory[5:9], memory[100:]])
-    assert not memory.any()
-    assert (before == 7).all() and (after == 7).all()
-    middle = memory[3 * PAGE :]
-    assert "hg" in flags_of(middle)
+@pytest.mark.parametrize("size", [100, 5 * PAGE + 100])
+def test_zeros_lie_in_them(size):
+    with huge_pages.Zeros():
+        zeros = torch.zeros(size, dtype=torch.int8, device="cpu")
+        ones = torch.ones(size, dtype=torch.int8)
+    assert zeros.dtype == torch.int8 and zeros.shape == (size,)
+    assert not zeros.any() and ones.all()
+    if size > PAGE:
+        assert "hg" in flags_of(zeros[size // 2 :])
+        assert "hg" not in flags_of(torch.zeros(size)[size // 2 :])
 
 
-def test_memory_without_a_whole_page_is_cleared():
-    memory = torch.full([100], 7, dtype=torch.uint8)
-    huge_pages.clear([memory, torch.empty(0)])
-    assert not memory.any()
+@needs_huge_pages
+def test_the_kv_cache_of_an_engine_lies_in_them(tmp_path):
+    target = tiny_llama(tmp_path / "target", seed=0)
+    llm = {
+        "model": target,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": engine.KV_BYTES,
+        "speculative_config": {"method": "specinfer", "model": "ngram"},
+    }
+    flags = engine.call(flags_of_kv_cache, llm)
+    assert flags and all("hg" in flags_of_layer for flags_of_layer in flags)
+
+
+def flags_of_kv_cache(arguments: dict) -> list[list[str]]:
+    """Start an engine; the flags amid each layer's K/V."""
+    from vllm import LLM
+
+    from vllm_specinfer.evidence.engines import core_of
+
+    llm = LLM(**arguments)
+    worker = core_of(llm).model_executor.driver_worker.worker
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    caches = [layer.kv_cache for layer in layers]
+    return [flags_of(cache[len(cache) // 2 :]) for cache in caches]
 
 
 def test_a_kernel_without_huge_pages_gives_ordinary_ones(monkeypatch):

@@ -131,8 +131,9 @@ def _switch_runner_on() -> None:
     if V2_ENV not in _env_before:
         _env_before[V2_ENV] = os.environ.get(V2_ENV)
     if current_platform.is_cpu():
-        from vllm_specinfer.hooks import cpu_v2
+        from vllm_specinfer.hooks import compile_cache, cpu_v2
 
+        compile_cache.enable()
         cpu_v2.enable_in_frontend()
     # Without it vLLM may choose the V1 runner by itself, with no more than a warning.
     _set_runner("1")

@@ -8,9 +8,11 @@ machine through the host's tables, too. Linux gives pages of 2 MiB to those who 
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _PAGE = 1 << 21  # bytes of a huge page
 _BLOCK = 16 * _PAGE  # that small tensors share
@@ -33,13 +35,21 @@ def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
     return found.view(dtype)
 
 
-def clear(tensors: Iterable[torch.Tensor]) -> None:
-    """Fill all memory of these views with zeros, in huge pages as far as that goes."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    for storage in {storage.data_ptr(): storage for storage in storages}.values():
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+class Zeros(TorchFunctionMode):
+    """Meanwhile what `torch.zeros` returns lies in huge pages, all of it touched."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is not torch.zeros:
+            return func(*args, **(kwargs or {}))
+        memory = torch.empty(*args, **(kwargs or {}))
         _ask(memory)
-        memory.zero_()
+        return memory.zero_()
 
 
 def _block(size: int) -> torch.Tensor:
