@@ -142,7 +142,7 @@ def test_time_inside_watched_calls_is_not_their_callers(monkeypatch):
 
 
 def test_a_device_is_busy_while_any_of_its_work_runs():
-    share = runpy.run_path(str(ROOT / "benchmarks" / "cuda_engine.py"))["busy_share"]
+    share = runpy.run_path(str(ROOT / "benchmarks" / "cuda_goals.py"))["busy_share"]
     # From 10 to 20: 12 to 13, 16 to 16.5 and 19 to 19.5 are idle.
     spans = [(13, 16), (10, 11), (10.5, 12), (16.5, 19), (17, 18), (19.5, 20)]
     assert share(spans) == pytest.approx(0.8)
