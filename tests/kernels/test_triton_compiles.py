@@ -22,6 +22,7 @@ from vllm_specinfer.kernels.triton import (
     penalties,
     places,
     row_blocks,
+    splits,
     step_rows,
     texts,
     tiles,
@@ -117,8 +118,8 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
             SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
             BLOCKS,
         ),
-        (tree_attention._join_splits_kernel, SHAPE | ALL, BLOCKS),
-        (tree_attention._join_splits_kernel, SHAPE | NONE, BLOCKS),
+        (splits.join_splits_kernel, SHAPE | ALL, BLOCKS),
+        (splits.join_splits_kernel, SHAPE | NONE, BLOCKS),
         (
             commit._commit_paths_kernel,
             {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},

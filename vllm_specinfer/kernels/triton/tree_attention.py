@@ -17,6 +17,14 @@ import triton.language as tl
 
 from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+from vllm_specinfer.kernels.triton.splits import (
+    MAX_SPLITS,
+    MIN_TILES_PER_SPLIT,
+    join_splits_kernel,
+    num_splits,
+    tile_bounds,
+    tiles_per_split,
+)
 from vllm_specinfer.kernels.triton.tiles import (
     choose_num_programs,
     num_stages,
@@ -24,38 +32,6 @@ from vllm_specinfer.kernels.triton.tiles import (
 )
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import WORD_BITS
-
-MAX_SPLITS = 32
-MIN_TILES_PER_SPLIT = 4
-
-
-@triton.jit
-def _tile_bounds(
-    context,
-    seq_len,
-    TILE: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """First tile, tiles of the context, and end: nodes start a tile of their own."""
-    num_nodes = tl.minimum(seq_len - context, NUM_WORDS * 64)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context - WINDOW + 1, 0) // TILE
-    of_context = tl.cdiv(context, TILE)
-    return first, of_context, of_context + tl.cdiv(num_nodes, TILE)
-
-
-@triton.jit
-def _tiles_per_split(num_tiles, splits, MIN_TILES_PER_SPLIT: tl.constexpr):
-    return tl.maximum(tl.cdiv(num_tiles, splits), MIN_TILES_PER_SPLIT)
-
-
-@triton.jit
-def _num_splits(count, num_programs, MAX_SPLITS: tl.constexpr):
-    """How many programs of a KV head share a block of rows."""
-    splits = num_programs // tl.maximum(count, 1)
-    return tl.maximum(tl.minimum(splits, MAX_SPLITS), 1)
 
 
 @triton.jit
@@ -161,7 +137,7 @@ def _tree_attention_kernel(
     count = tl.load(count_ptr)
     block_of_rows = tl.program_id(0)
     if SPLIT:
-        splits = _num_splits(count, num_programs, MAX_SPLITS)
+        splits = num_splits(count, num_programs, MAX_SPLITS)
         block_of_rows = block_of_rows // splits
     if block_of_rows >= count:
         return
@@ -177,10 +153,10 @@ def _tree_attention_kernel(
     context = tl.load(context_lens_ptr + r)
     context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
 
-    first, of_context, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
+    first, of_context, end = tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
     if SPLIT:
         split = tl.program_id(0) % splits
-        per_split = _tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
+        per_split = tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
         alone = per_split >= end - first
         first += split * per_split
         end = tl.minimum(first + per_split, end)
@@ -325,87 +301,6 @@ def _tree_attention_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_programs"])
-def _join_splits_kernel(
-    out_ptr,
-    partial_ptr,
-    moments_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    is_tree_ptr,
-    context_lens_ptr,
-    requests_ptr,
-    places_ptr,
-    count_ptr,
-    sinks_ptr,
-    num_programs,
-    out_stride_row: tl.int64,
-    out_stride_head: tl.int64,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    MIN_TILES_PER_SPLIT: tl.constexpr,
-):
-    ROWS: tl.constexpr = BLOCK_M // GROUP
-    block_of_rows = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    m = tl.program_id(2)
-    count = tl.load(count_ptr)
-    splits = _num_splits(count, num_programs, MAX_SPLITS)
-    if (block_of_rows >= count) | (splits == 1):
-        return
-    r = tl.load(requests_ptr + block_of_rows)
-    is_tree = tl.load(is_tree_ptr + r)
-    first_row = tl.load(query_start_loc_ptr + r)
-    num_rows = tl.load(query_start_loc_ptr + r + 1) - first_row
-    row = tl.load(places_ptr + block_of_rows) * ROWS + m // GROUP
-    if (row >= num_rows) | (m >= ROWS * GROUP):
-        return
-    seq_len = tl.load(seq_lens_ptr + r)
-    context = tl.load(context_lens_ptr + r)
-    context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
-
-    first, _, end = _tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
-    per_split = _tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
-    if per_split >= end - first:
-        return
-    split = tl.arange(0, MAX_SPLITS)
-    # Splits beyond the last tile have written nothing.
-    written = first + split * per_split < end
-    program = (block_of_rows * splits + split).to(tl.int64)
-    part = (program * tl.num_programs(1) + kv_head) * BLOCK_M + m
-    top = tl.load(moments_ptr + part * 2, mask=written, other=float("-inf"))
-    totals = tl.load(moments_ptr + part * 2 + 1, mask=written, other=0.0)
-    head = kv_head * GROUP + m % GROUP
-    highest = tl.max(top, 0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    shrink = tl.exp(top - tl.where(highest == float("-inf"), 0.0, highest))
-    total = tl.sum(totals * shrink, 0)
-    if SINKS:
-        total += tl.exp(sink - highest)
-    d = tl.arange(0, HEAD_PADDED)
-    partial = tl.load(
-        partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
-        mask=written[:, None] & (d < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    attended = tl.sum(partial * shrink[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    out_row = (first_row + row).to(tl.int64)
-    tl.store(
-        out_ptr + out_row * out_stride_row + head * out_stride_head + d,
-        attended.to(out_ptr.dtype.element_ty),
-        mask=d < HEAD_SIZE,
-    )
-
-
 def tree_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -540,7 +435,7 @@ def tree_attention(
     if num_programs > 1:
         # More blocks than these are not split.
         splittable = min(most_blocks, num_programs // 2)
-        _join_splits_kernel[(splittable, num_kv_heads, block_m)](
+        join_splits_kernel[(splittable, num_kv_heads, block_m)](
             out,
             partial,
             moments,
