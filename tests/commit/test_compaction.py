@@ -8,7 +8,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from tests.attention.test_cpu_tree_attention import tiled_layout
+from tests.attention.paged_batch import tiled_layout
 from vllm_specinfer.commit import compaction
 from vllm_specinfer.commit.compaction import commit_kv, commit_kv_ref
 from vllm_specinfer.kernels.cpu import extension

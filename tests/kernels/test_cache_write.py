@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
-from tests.attention.test_cpu_tree_attention import tiled_layout
+from tests.attention.paged_batch import tiled_layout
 from vllm_specinfer.attention.cpu import CPUTreeAttentionImpl
 from vllm_specinfer.kernels.cpu import cache_write, extension
 from vllm_specinfer.kernels.cpu.cache_write import MOST_ROWS, write_kv
