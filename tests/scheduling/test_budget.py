@@ -7,6 +7,7 @@ from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
     FIRST_PAUSE,
+    LONGER,
     LOST_IN_TRIES,
     PAYBACK_STEPS,
     PLAIN_STEPS,
@@ -93,14 +94,16 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
         return [n for n, drafted in enumerate(tried) if drafted]
 
     # 10.8 ms with a node, 2 ms or a little more for its draft, 10.4 ms without.
-    first, second, third, fourth, fifth, _ = tries(600)[:6]
-    assert first == FIRST_PAUSE and second == first + 1 and fourth == third + 1
-    usual = fifth - third - TRIES
+    tried = tries(2000)
+    first, second, third, fourth = tried[: 4 * TRIES : TRIES]
+    assert tried[:TRIES] == list(range(first, first + TRIES))
+    assert first == FIRST_PAUSE and second - first - TRIES == FIRST_PAUSE * LONGER
+    usual = fourth - third - TRIES
     assert TRIES * 0.16 / LOST_IN_TRIES < usual < TRIES * 0.26 / LOST_IN_TRIES
-    assert third - first - TRIES == pytest.approx(usual, rel=0.05)
+    assert third - second - TRIES == pytest.approx(usual, rel=0.05)
     for _ in range(400):  # almost worth it
         budget.least_score(np.log(np.full((1, 8), 0.07)), drafted=True)
-    assert 2 * SHORTEST_PAUSE < np.diff(tries(400)).max() < usual / 2
+    assert 2 * SHORTEST_PAUSE < np.diff(tries(1000)).max() < usual / 2
     for _ in range(400):
         budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
     assert budget.drafts(1)
@@ -116,7 +119,8 @@ def test_what_a_try_catches_up_with_is_lost_too():
     budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token
 
     def pause(unread):
-        budget.drafts(1)  # the second try
+        for _ in range(TRIES - 1):
+            budget.drafts(1)
         return next(n for n in range(5000) if budget.drafts(1, unread))
 
     for _ in range(4):
@@ -125,6 +129,21 @@ def test_what_a_try_catches_up_with_is_lost_too():
     # 10.4 ms is a step without nodes; a text grows while nothing is drafted.
     assert pause(500) == pytest.approx(usual + 50 / 10.4 / LOST_IN_TRIES, rel=0.05)
     assert pause(2) < 1.2 * usual
+
+
+def test_a_text_where_it_pays_is_told_from_the_one_before():
+    budget = a_budget(10e-3, 0.4e-3, 1e-3)
+    budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token of the prompt
+    for _ in range(200):
+        budget.least_score(np.log(np.full((1, 8), 0.03)), drafted=True)
+    assert not budget.drafts(1)
+    unread, asked = 100, []
+    for _ in range(128):
+        asked.append(budget.drafts(1, unread))
+        unread = 1 if asked[-1] else unread + 1
+        if asked[-1]:
+            budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
+    assert not asked[0] and all(asked[FIRST_PAUSE:])
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -214,7 +233,7 @@ def test_a_cold_first_draft_and_unlikely_first_tokens_do_not_stop_drafting():
 
 def test_many_requests_make_drafting_not_worth_its_rows():
     budget = a_budget(10e-3, 2e-3, 2e-3)
-    budget.least_score(np.log(np.full((1, 8), 0.2)), drafted=True)
+    budget.least_score(np.log(np.full((1, 8), 0.03)), drafted=True)
     assert not budget.drafts(64)
 
 

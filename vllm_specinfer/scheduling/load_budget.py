@@ -37,8 +37,9 @@ LOST_IN_TRIES = 0.004
 SHORTEST_PAUSE, LONGEST_PAUSE = 4, 4096
 FIRST_PAUSE, LONGER = 64, 4
 CHEAP = 0.5
-# Two steps in a row: the first one catches up with what the SSMs have missed.
-TRIES = 2
+# So many steps in a row: the first one catches up with what the SSMs have missed, and a
+# few would hardly change what is usual, where another text has taught it.
+TRIES = 8
 # Drafting that pays begins anew only where so many steps bring more than that costs.
 PAYBACK_STEPS = 128
 # While it pays, so often a step goes without, to know what that costs. So do the first
