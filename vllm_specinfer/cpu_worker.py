@@ -37,7 +37,7 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         return "CPU_ATTN, plain torch without C++ kernels"
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """K/V lie in huge pages, of which the first touch costs less, too."""
+        """K/V lie in huge pages."""
         with huge_pages.Zeros():
             super().initialize_from_config(kv_cache_config)
 
