@@ -11,7 +11,7 @@ ssm=examples/pools/smollm2-135m/ssm0
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1
 mkdir -p "$out"
 
-# The training prompts of the shipped SSM, its held-out ones first.
+# Half the training prompts of the shipped SSM, its held-out ones first.
 if [ ! -e "$out/data/labels.bin" ]; then
     $python examples/ssm_data.py generate --out "$out/data" --prompts 6144
     $python examples/ssm_data.py label --out "$out/data"

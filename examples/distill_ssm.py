@@ -65,6 +65,8 @@ class FactoredSSM(torch.nn.Module):
             rope_parameters=theirs.rope_parameters,
             rms_norm_eps=theirs.rms_norm_eps,
             tie_word_embeddings=True,
+            # Several times as fast as the fused one in training on a CPU.
+            attn_implementation="eager",
             bos_token_id=theirs.bos_token_id,
             eos_token_id=theirs.eos_token_id,
             pad_token_id=theirs.pad_token_id,
@@ -201,8 +203,23 @@ def sampled_loss(model: FactoredSSM, hidden, tokens, weights, frequent):
     place[columns] = torch.arange(len(columns))
     logits = (hidden.bfloat16() @ model.rows(columns).bfloat16().T).float()
     logits[:, -len(sample) :] += math.log(len(others) / len(sample))
-    wanted = logits.gather(1, place[tokens])
-    return (logits.logsumexp(-1) - (weights * wanted).sum(-1)).mean()
+    wanted = logits.log_softmax(-1).gather(1, place[tokens])
+    return -(weights * wanted).sum(-1).mean()
+
+
+def optimizers_of(model: FactoredSSM) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for norms and the embedding's projection."""
+    layers = [p for p in model.ssm.model.layers.parameters() if p.ndim == 2]
+    norms = [p for p in model.ssm.model.parameters() if p.ndim == 1]
+    return [
+        torch.optim.Muon(layers, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [*norms, model.projection],
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            fused=True,
+        ),
+    ]
 
 
 def train(args: argparse.Namespace) -> None:
@@ -214,9 +231,7 @@ def train(args: argparse.Namespace) -> None:
     model = FactoredSSM(target, args)
     rng = random.Random(args.seed)
     learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        learned, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-    )
+    optimizers = optimizers_of(model)
     print(f"{sum(p.numel() for p in model.ssm.parameters()) / 1e6:.1f} M parameters")
     started, step = time.time(), 0
     losses = {kind: collections.deque([0.0], 100) for kind in ("text", "copy")}
@@ -234,7 +249,7 @@ def train(args: argparse.Namespace) -> None:
                 return
             warm = min(1.0, (step + 1) / 100)
             decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent))
-            for group_ in optimizer.param_groups:
+            for group_ in itertools.chain(*(o.param_groups for o in optimizers)):
                 group_["lr"] = args.lr * warm * decay
             ids, places, tokens, weights = collate(group)
             kind = "copy" if rng.random() < REPEATED else "text"
@@ -243,10 +258,11 @@ def train(args: argparse.Namespace) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 hidden = model.hidden(ids).flatten(0, 1)[places]
             loss = sampled_loss(model, hidden, tokens, weights, frequent)
-            optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(learned, 1.0)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             losses[kind].append(loss.item())
             step += 1
             if step % 100 == 0:
@@ -297,7 +313,7 @@ def main() -> None:
     stage.add_argument("--intermediate", type=int, default=640)
     stage.add_argument("--layers", type=int, default=3)
     stage.add_argument("--lr", type=float, default=2e-3)
-    stage.add_argument("--batch-tokens", type=int, default=2048)
+    stage.add_argument("--batch-tokens", type=int, default=4096)
     stage.add_argument("--minutes", type=float, default=60)
     stage.add_argument("--save-minutes", type=float, default=5)
     stage.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")
