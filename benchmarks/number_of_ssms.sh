@@ -12,14 +12,12 @@ export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1
 mkdir -p "$out"
 
 # Half the training prompts of the shipped SSM, its held-out ones first.
-if [ ! -e "$out/data/labels.bin" ]; then
-    $python examples/ssm_data.py generate --out "$out/data" --prompts 6144
-    $python examples/ssm_data.py label --out "$out/data"
-fi
+[ -e "$out/prompts.jsonl" ] ||
+    $python examples/training_prompts.py --prompts 6144 --out "$out/prompts.jsonl"
 tune() {
     $python -m vllm_specinfer.cli tune --out "$@" \
         --target "$($python -c 'from vllm_specinfer import assets as a; print(a.smollm2())')" \
-        --prompts "$out/data/samples.jsonl" --max-tokens 160 --compare-length 4 \
+        --prompts "$out/prompts.jsonl" --max-tokens 160 --compare-length 4 \
         --epochs 1 --learning-rate 5e-4 --validation 0.0104
 }
 # Two more SSMs, boost-tuned beside the shipped one.

@@ -10,22 +10,8 @@ out=${1:-runs/boost-tune}
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 mkdir -p "$(dirname "$out")"
 prompts=$out.jsonl
-target=$(PYTHONPATH=examples .venv/bin/python - "$prompts" <<'PYTHON'
-import itertools
-import json
-import sys
-
-from ssm_data import prompts
-
-from vllm_specinfer import assets
-
-target = assets.smollm2()
-with open(sys.argv[1], "w") as file:
-    for _, ids in itertools.islice(prompts(target, seed=1), 400):
-        file.write(json.dumps({"prompt": ids}) + "\n")
-print(target)
-PYTHON
-)
+.venv/bin/python examples/training_prompts.py --prompts 400 --seed 1 --out "$prompts"
+target=$(.venv/bin/python -c 'from vllm_specinfer import assets; print(assets.smollm2())')
 .venv/bin/vllm-specinfer tune --target "$target" --prompts "$prompts" --out "$out" \
     --base examples/pools/smollm2-135m/ssm0 --keep-base --num-ssms 2 \
-    --max-tokens 64 --epochs 1 --learning-rate 3e-4
+    --max-tokens 64 --epochs 1

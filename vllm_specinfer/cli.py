@@ -9,7 +9,7 @@ from typing import Any
 from vllm_specinfer.evidence import commands as evidence
 from vllm_specinfer.evidence.arguments import json_object, out_folder, target
 from vllm_specinfer.evidence.reproduce import commands as reproduce
-from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings, Training
+from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings
 
 SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
 
@@ -66,7 +66,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "max_prompts": "use no more; 0 for all",
         "max_tokens": "of each continuation",
         "epochs": "passes over the continuations",
-        "learning_rate": "of AdamW",
+        "learning_rate": "at its highest; ssm: 0 for 2e-3, with a base 3e-4",
         "batch_size": "continuations per step",
         "validation": "part of the prompts held out for the curves",
         "seed": "of order and new weights",
@@ -80,16 +80,15 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "unroll": "depths to train",
         "compile": "compile first: minutes at the start, twice the speed",
     }
-    fields = {
-        field.name: (field, kind)
-        for kind, settings in SETTINGS.items()
-        for field in dataclasses.fields(settings)
-    }
-    common = {field.name for field in dataclasses.fields(Training)}
-    for name, (field, kind) in fields.items():
+    kinds: dict[str, dict[str, dataclasses.Field]] = {}
+    for kind, settings in SETTINGS.items():
+        for field in dataclasses.fields(settings):
+            kinds.setdefault(field.name, {})[kind] = field
+    for name, fields in kinds.items():
+        kind, field = next(iter(fields.items()))
         made = field.default_factory is dict
         required = field.default is dataclasses.MISSING and not made
-        text = helps[name] if name in common else f"{kind}: {helps[name]}"
+        text = helps[name] if len(fields) > 1 else f"{kind}: {helps[name]}"
         if field.default is False:
             options: dict[str, Any] = {"action": "store_true"}
         elif made:
@@ -99,7 +98,11 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         else:
             plain = required or field.default is None
             options = {"type": str if plain else type(field.default)}
-            text += "" if plain else f" ({field.default})"
+            defaults = {own.default for own in fields.values()}
+            shown = str(field.default)
+            if len(defaults) > 1:
+                shown = ", ".join(f"{k} {own.default}" for k, own in fields.items())
+            text += "" if plain else f" ({shown})"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             required=required,

@@ -47,8 +47,8 @@ def command(target, out, **changes):
         "target": model,
         "prompts": prompts,
         "out": out,
-        "hidden": 64,
-        "layers": 1,
+        "hidden": 160,
+        "layers": 2,
         "max-prompts": NUM_PROMPTS,
         "max-tokens": 24,
         "epochs": 30,
@@ -284,14 +284,16 @@ def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
 
 def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys):
     out = tmp_path / "pool"
-    open_folder(out, PoolSettings(*target, engine={"dtype": "float32"}), [])
+    open_folder(out, PoolSettings(*target, hidden=160, engine={"dtype": "float32"}), [])
     # Nothing has been made with them.
-    open_folder(out, PoolSettings(*target), [])
+    open_folder(out, PoolSettings(*target, hidden=160), [])
     (out / "samples.jsonl").touch()
     begun = (out / "tuning.json").read_bytes()
     refused = {
         "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
-        "hidden must be a multiple of 64; got 65": {"hidden": 65},
+        "hidden must be a multiple of 32 and at least 160; got 128": {"hidden": 128},
+        "layers must be at least 2; got 1": {"layers": 1},
+        "hidden must be at most 193, 65 more than the target's": {"hidden": 224},
         "epochs must be at least 1; got 0": {"epochs": 0},
         "seed must be at least 0; got -1": {"seed": -1},
         "learning_rate must be a positive number; got nan": {"learning-rate": "nan"},
@@ -302,7 +304,8 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
     }
     model, prompts = target
     for sentence, change in refused.items():
-        options = {"target": model, "prompts": prompts, "out": out, **change}
+        options = {"target": model, "prompts": prompts, "out": out, "hidden": 160}
+        options |= change
         code = cli.main(["tune", *(f"--{k}={v}" for k, v in options.items())])
         assert code == 1
         error = capsys.readouterr().err

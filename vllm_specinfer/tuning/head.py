@@ -16,8 +16,8 @@ from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
 from vllm_specinfer.tuning import eagle
-from vllm_specinfer.tuning.copying import write_copy_heads
 from vllm_specinfer.tuning.data import TrainingData, prepare
+from vllm_specinfer.tuning.eagle_copying import write_copy_heads
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.settings import HeadSettings
 from vllm_specinfer.tuning.states import STATES_FILE, write_states

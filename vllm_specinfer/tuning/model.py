@@ -12,60 +12,39 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_specinfer.tuning.data import Sample
+from vllm_specinfer.tuning.new_ssm import NewSSM, fast_attention
 from vllm_specinfer.tuning.settings import PoolSettings
 
-HEAD_SIZE = 64
 IGNORED = -100
+# Part of a new SSM's batches that keep what it copies by.
+REPEATED = 0.15
 
 
 def first_weights(settings: PoolSettings) -> torch.nn.Module:
-    """The base SSM, or a new Llama whose embedding is the target's, projected.
+    """The base SSM, or a new one that shares the target's embedding.
 
     Raises:
         ValueError: The base has another vocabulary than the target.
     """
-    theirs = AutoConfig.from_pretrained(settings.target).get_text_config()
-    if settings.base is not None:
-        ssm = AutoModelForCausalLM.from_pretrained(settings.base, dtype=torch.float32)
-        if ssm.config.vocab_size != theirs.vocab_size:
-            raise ValueError(
-                f"base must have the target's {theirs.vocab_size} tokens; got "
-                f"{ssm.config.vocab_size} of {settings.base!r}"
-            )
-        return ssm
     torch.manual_seed(settings.seed)
-    config = LlamaConfig(
-        vocab_size=theirs.vocab_size,
-        hidden_size=settings.hidden,
-        intermediate_size=3 * settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden // HEAD_SIZE,
-        num_key_value_heads=settings.hidden // HEAD_SIZE,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=theirs.max_position_embeddings,
-        tie_word_embeddings=True,
-        bos_token_id=theirs.bos_token_id,
-        eos_token_id=theirs.eos_token_id,
-        pad_token_id=theirs.pad_token_id,
+    if settings.base is None:
+        target = AutoModelForCausalLM.from_pretrained(
+            settings.target, dtype=torch.bfloat16
+        )
+        embedding = target.get_input_embeddings().weight.detach().float()
+        return NewSSM(embedding, settings.target, settings.hidden, settings.layers)
+    theirs = AutoConfig.from_pretrained(settings.target).get_text_config()
+    ssm = AutoModelForCausalLM.from_pretrained(
+        settings.base, dtype=torch.float32, attn_implementation=fast_attention()
     )
-    ssm = LlamaForCausalLM(config)
-    target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
-    embedding = target.get_input_embeddings().weight.detach()
-    if embedding.shape[1] >= settings.hidden:
-        centred = embedding - embedding.mean(0)
-        _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-        projected = centred @ directions[: settings.hidden].T
-        scale = config.initializer_range / projected.std()
-        with torch.no_grad():
-            ssm.get_input_embeddings().weight.copy_(projected * scale)
+    if ssm.config.vocab_size != theirs.vocab_size:
+        raise ValueError(
+            f"base must have the target's {theirs.vocab_size} tokens; got "
+            f"{ssm.config.vocab_size} of {settings.base!r}"
+        )
     return ssm
 
 
@@ -108,11 +87,33 @@ def collate(rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tens
     }
 
 
+def collate_for_new(
+    rows: Sequence[tuple[list[int], list[int]]],
+) -> dict[str, torch.Tensor]:
+    """As `collate`; now and then their tokens, shuffled, in texts that repeat
+    themselves, which have a loss from the second time on."""
+    inputs = collate(rows)
+    length = inputs["input_ids"].shape[1]
+    if length < 4 or torch.rand(()) >= REPEATED:
+        return inputs
+    period = int(torch.randint(length // 4, length // 2 + 1, ()))
+    ids = inputs["input_ids"].flatten()
+    shuffled = ids[torch.randperm(len(ids))].view(-1, length)
+    ids = shuffled[:, torch.arange(length) % period]
+    labels = ids.clone()
+    labels[:, : period + 1] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
 def loss(
     ssm: Any, inputs: dict[str, torch.Tensor], draft_vocab: torch.Tensor
 ) -> torch.Tensor:
     """Cross-entropy of the wanted tokens that the reduced head has."""
-    logits, wanted = wanted_logits(ssm, inputs, draft_vocab)
+    device = inputs["labels"].device
+    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    with torch.autocast(device.type, torch.bfloat16, enabled=fast):
+        logits, wanted = wanted_logits(ssm, inputs, draft_vocab)
+    logits = logits.float()
     return cross_entropy(logits, wanted) if len(wanted) else logits.sum() * 0
 
 
@@ -125,8 +126,12 @@ def wanted_logits(
     place = torch.searchsorted(draft_vocab, labels.clamp(min=0))
     place = place.clamp(max=len(draft_vocab) - 1)
     known = (labels != IGNORED) & (draft_vocab[place] == labels)
-    hidden = model.base_model(input_ids=inputs["input_ids"]).last_hidden_state
-    rows = model.get_output_embeddings().weight[draft_vocab]
+    if isinstance(model, NewSSM):
+        hidden = model.hidden(inputs["input_ids"])
+        rows = model.rows(draft_vocab)
+    else:
+        hidden = model.base_model(input_ids=inputs["input_ids"]).last_hidden_state
+        rows = model.get_output_embeddings().weight[draft_vocab]
     return hidden[:, :-1][known] @ rows.T, place[known]
 
 

@@ -21,6 +21,8 @@ from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
 from vllm_specinfer.tuning import model
 from vllm_specinfer.tuning.data import TrainingData, prepare
+from vllm_specinfer.tuning.new_ssm import NewSSM, check_hidden
+from vllm_specinfer.tuning.optimizer import MuonAdamW
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.settings import (
     CHECKPOINT_COPIES,
@@ -71,7 +73,10 @@ def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Roun
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.target)
-    _check_base(settings, tokenizer)
+    if settings.base is None:
+        check_hidden(settings.hidden, settings.target)
+    else:
+        _check_base(settings.base, settings.target, tokenizer)
     data = prepare(out, settings, command, tokenizer)
     return _Pool(out, settings, tokenizer, data).run()
 
@@ -136,7 +141,10 @@ class _Pool:
         losses = []
         if number or not settings.keep_base:
             loss = functools.partial(model.loss, draft_vocab=self._draft_vocab)
-            losses = fit(ssm, loss, data, model.collate, settings, checkpoints)
+            collate = model.collate if settings.base else model.collate_for_new
+            losses = fit(ssm, loss, data, collate, settings, checkpoints, MuonAdamW)
+        if isinstance(ssm, NewSSM):
+            ssm = ssm.finished()
         unfinished = self._out / "checkpoints" / f"{folder.name}.unfinished"
         ssm.to(torch.bfloat16).save_pretrained(unfinished)
         self._tokenizer.save_pretrained(unfinished)
@@ -174,19 +182,14 @@ class _Pool:
         )
 
 
-def _check_base(settings: PoolSettings, tokenizer: Any) -> None:
+def _check_base(base: str, target: str, tokenizer: Any) -> None:
     """A base must have the target's tokenizer."""
-    if settings.base is None:
-        return
     from transformers import AutoTokenizer
 
-    if (
-        AutoTokenizer.from_pretrained(settings.base).get_vocab()
-        != tokenizer.get_vocab()
-    ):
+    if AutoTokenizer.from_pretrained(base).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"base must have the tokenizer of the target {settings.target!r}; got "
-            f"another one in {settings.base!r}"
+            f"base must have the tokenizer of the target {target!r}; got another one "
+            f"in {base!r}"
         )
 
 

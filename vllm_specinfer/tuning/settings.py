@@ -17,6 +17,8 @@ SETTINGS_FILE = "tuning.json"
 # Free disk to train an SSM, in times of its float32 weights: optimiser state and one
 # older checkpoint.
 CHECKPOINT_COPIES = 8
+# Learning rates of SSMs.
+NEW_RATE, BASE_RATE = 2e-3, 3e-4
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Training:
         max_prompts: Most prompts to use; 0 for all.
         max_tokens: Tokens of each continuation.
         epochs: Passes over the continuations.
-        learning_rate: Of AdamW, with cosine decay.
+        learning_rate: At its highest, with cosine decay.
         batch_size: Continuations per optimiser step.
         validation: Part of the prompts held out for the curves.
         seed: Of the split, the order and the new weights.
@@ -76,29 +78,39 @@ class PoolSettings(Training):
     """One pool of SSMs; an epoch is a pass over what is unmarked.
 
     Attributes:
+        learning_rate: At its highest; 0: `NEW_RATE`, or `BASE_RATE` with a base.
         num_ssms: Rounds of boost-tuning, an SSM each.
         base: Folder of the SSM to start every round from; None for a new one.
         keep_base: The base is the pool's first SSM as it is, so one round is no more
             than marking what it continues already.
-        layers: Layers of a new SSM.
-        hidden: Hidden size of a new SSM, a multiple of 64.
+        layers: Layers of a new SSM, two of which begin by copying from the context.
+        hidden: Hidden size of a new SSM, a multiple of 32; 65 channels serve copying.
         compare_length: Tokens of a window: it is marked once an SSM continues all of
             it as the target does.
     """
 
+    epochs: int = 4
+    learning_rate: float = 0.0
     num_ssms: int = 2
     base: str | None = None
     keep_base: bool = False
-    layers: int = 2
-    hidden: int = 192
+    layers: int = 3
+    hidden: int = 224
     compare_length: int = 4
 
-    _counts = (*Training._counts, "num_ssms", "layers", "compare_length")
+    _counts = (*Training._counts, "num_ssms", "compare_length")
 
     def __post_init__(self) -> None:
+        if not self.learning_rate:
+            rate = NEW_RATE if self.base is None else BASE_RATE
+            object.__setattr__(self, "learning_rate", rate)
         super().__post_init__()
-        if self.hidden < 64 or self.hidden % 64:
-            raise ValueError(f"hidden must be a multiple of 64; got {self.hidden}")
+        if self.layers < 2:
+            raise ValueError(f"layers must be at least 2; got {self.layers}")
+        if self.hidden < 160 or self.hidden % 32:
+            raise ValueError(
+                f"hidden must be a multiple of 32 and at least 160; got {self.hidden}"
+            )
         if self.keep_base and self.base is None:
             raise ValueError("keep_base needs a base; got none")
         if self.compare_length > self.max_tokens:

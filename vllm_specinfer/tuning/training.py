@@ -1,5 +1,6 @@
 """Fitting weights with transformers' Trainer, so that a killed run goes on."""
 
+import ctypes
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,12 @@ class Lengths(Protocol):
     def __getitem__(self, i: int) -> Any: ...
 
 
+# Of mallopt (malloc.h).
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+INT_MAX = 2**31 - 1
+
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+MakeOptimizer = Callable[[torch.nn.Module, float, float], torch.optim.Optimizer]
 
 
 def fit(
@@ -32,6 +38,7 @@ def fit(
     collate: Callable[[Any], dict[str, torch.Tensor]],
     settings: Training,
     folder: Path,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> list[tuple[int, float]]:
     """Lower a loss, going on from the last whole checkpoint in `folder`.
 
@@ -42,10 +49,12 @@ def fit(
         collate: Makes one.
         settings: Epochs, learning rate, batch size and seed.
         folder: For checkpoints.
+        make_optimizer: Of a module, a learning rate and weight decay; AdamW by default.
 
     Returns:
         Steps and their training losses.
     """
+    keep_freed_memory()
     steps = max(1, len(data) * settings.epochs // settings.batch_size)
     losses = _Losses()
     arguments = TrainingArguments(
@@ -63,7 +72,6 @@ def fit(
         seed=settings.seed,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
@@ -75,9 +83,22 @@ def fit(
         callbacks=[losses],
         loss=loss,
         lengths=data.lengths,
+        make_optimizer=make_optimizer,
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(folder))
     return losses.rows
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones.
+
+    By default it gives that of large ones back, and a third of a step on a CPU goes into
+    the pages of new ones.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, INT_MAX)
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -92,14 +113,28 @@ def last_checkpoint(folder: Path) -> str | None:
 
 class _LossTrainer(Trainer):
     def __init__(
-        self, *args: Any, loss: Loss, lengths: list[int], **kwargs: Any
+        self,
+        *args: Any,
+        loss: Loss,
+        lengths: list[int],
+        make_optimizer: MakeOptimizer | None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._lengths = loss, lengths
+        self._make_optimizer = make_optimizer
 
     def _get_train_sampler(self, *args: Any) -> LengthGroupedSampler:
         # The Trainer's own one reads every row to find out its length.
         return LengthGroupedSampler(self.args.train_batch_size, lengths=self._lengths)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self._make_optimizer is None:
+            return super().create_optimizer(model)
+        self.optimizer = self._make_optimizer(
+            self.model, self.args.learning_rate, self.args.weight_decay
+        )
+        return self.optimizer
 
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any

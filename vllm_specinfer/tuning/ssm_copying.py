@@ -1,30 +1,43 @@
-"""First weights with which an SSM copies from its context.
+"""First weights with which a new SSM copies from its context.
 
-Much of what a small target writes repeats its context: after two tokens that occurred
+Much of what a target writes repeats its context: after two tokens that occurred
 before, it usually goes on as it did then. Gradient descent finds that lookup late, so
 training starts from weights that have it. Layer 0 writes codes of the last tokens into
 reserved channels; layer 1 attends to the position whose two previous tokens have the
 codes of the current and the last token, and copies the token there.
 
-H hidden size, C = H - 65 content channels; then 32 channels of the codes before a
-position (KEY), 32 of the codes up to it (QUERY), and one constant.
+Dimension legend: V tokens, V' common ones, H hidden size, C = H - 65 channels of
+content; after them 32 of the codes before a position (KEY), 32 of the codes up to it
+(QUERY), and one constant.
 """
 
 import math
 
 import torch
+from transformers import LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 HEAD_DIM = 64
 CODE = 32
 RESERVED = 2 * CODE + 1
-COMMON = 8192  # byte-pair merges come by frequency: the first tokens are the commonest
-FAST = 6  # rotary frequencies that tell neighbouring positions apart
-POSITION_SCORE = 150.0
-MATCH_SCORE = 16.0
-COPY = 10.0
+# Byte-pair merges come by frequency: the first tokens are the commonest.
+COMMON = 8192
+# Rotary frequencies that tell neighbouring positions apart.
+FAST = 6
+# Attention scores of the position at the wanted distance, and of a match.
+POSITION_SCORE, MATCH_SCORE = 150.0, 16.0
+# How much a copied token outweighs what the rest of the SSM says of it.
+COPY_STRENGTH = 10.0
 
 
-def token_codes(normed: torch.Tensor, num_content: int) -> torch.Tensor:
+def num_kv_heads(hidden: int) -> int:
+    """Of each layer, with two query heads each: one, and as many as copy content; a
+    power of two, which tensor parallelism and transformers want."""
+    wanted = 1 + math.ceil((hidden - RESERVED) / HEAD_DIM)
+    return max(4, 1 << (wanted - 1).bit_length())
+
+
+def _token_codes(normed: torch.Tensor, num_content: int) -> torch.Tensor:
     """Linear map from a normed embedding to two near-orthogonal codes per token.
 
     Args:
@@ -48,36 +61,33 @@ def token_codes(normed: torch.Tensor, num_content: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def write_copy_heads(ssm, embedding: torch.Tensor) -> None:
+def write_copy_heads(model: LlamaModel, embedding: torch.Tensor) -> None:
     """Write the lookup into the first two layers.
 
     Args:
-        ssm: Fresh LlamaForCausalLM with 8 heads and 4 KV heads of 64 channels.
+        model: A new one of at least two layers, with `num_kv_heads` KV heads of 64
+            channels and two query heads for each.
         embedding: [V, H] its embedding: zero in KEY and QUERY, constant at the end.
     """
-    hidden = ssm.config.hidden_size
+    hidden = model.config.hidden_size
     num_content = hidden - RESERVED
-    if num_content > 3 * HEAD_DIM:
-        raise ValueError(
-            f"hidden must be at most {3 * HEAD_DIM + RESERVED}, three heads copy "
-            f"{HEAD_DIM} channels each; got {hidden}"
-        )
     key = slice(num_content, num_content + CODE)
     query = slice(num_content + CODE, hidden - 1)
     # The constant outweighs the content, so RMSNorm divides all positions by about the
     # same; the norms' weights then bring the content back to 1.
     rms = embedding[:COMMON, :num_content].pow(2).mean().sqrt()
     largest = embedding[0, -1]
-    for norm in ssm.modules():
-        if type(norm).__name__ == "LlamaRMSNorm":
+    for norm in model.modules():
+        if isinstance(norm, LlamaRMSNorm):
             norm.weight.fill_(largest / math.sqrt(hidden) / rms)
             norm.weight[-1] = 1 / math.sqrt(hidden)
     normed = embedding[:COMMON] / rms
     normed[:, -1] = 1
-    codes = token_codes(normed, num_content)
+    codes = _token_codes(normed, num_content)
     half = HEAD_DIM // 2
-    frequency = ssm.config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
-    first, second = (layer.self_attn for layer in ssm.model.layers[:2])
+    theta = model.config.rope_parameters["rope_theta"]
+    frequency = theta ** (-torch.arange(half) / half)
+    first, second = (layer.self_attn for layer in model.layers[:2])
 
     def heads(projection: torch.nn.Linear) -> torch.Tensor:
         """The projection's rows by head."""
@@ -90,11 +100,11 @@ def write_copy_heads(ssm, embedding: torch.Tensor) -> None:
     # Layer 0: KEY = a(t-1) + b(t-2), QUERY = a(t) + b(t-1).
     size = math.sqrt(CODE) * rms
     constant = math.sqrt(POSITION_SCORE)
-    heads(first.k_proj)[2:] = 0
-    heads(first.k_proj)[2:, :FAST, -1] = constant
-    heads(first.v_proj)[2:] = codes
+    heads(first.k_proj)[2:4] = 0
+    heads(first.k_proj)[2:4, :FAST, -1] = constant
+    heads(first.v_proj)[2:4] = codes
     a, b = slice(0, CODE), slice(CODE, 2 * CODE)
-    outputs(first.o_proj)[:, 4:] = 0
+    outputs(first.o_proj)[:, 4:8] = 0
     for n, distance, writes in (
         (4, 1, ((key, a), (query, b))),
         (5, 2, ((key, b),)),
@@ -122,10 +132,8 @@ def write_copy_heads(ssm, embedding: torch.Tensor) -> None:
     raising[:, :num_content] = torch.linalg.inv(spread)
     raising[:, -1] = -raising[:, :num_content] @ content.mean(0)
     raising /= (normed @ raising.T).pow(2).mean().sqrt()
-    for kv_head in (1, 2, 3):
-        start = (kv_head - 1) * HEAD_DIM
-        channels = torch.arange(start, min(start + HEAD_DIM, num_content))
-        place = channels - start
+    for kv_head, channels in enumerate(torch.arange(num_content).split(HEAD_DIM), 1):
+        place = channels % HEAD_DIM
         for rows in (
             heads(second.k_proj)[kv_head],
             heads(second.v_proj)[kv_head],
@@ -136,4 +144,4 @@ def write_copy_heads(ssm, embedding: torch.Tensor) -> None:
         heads(second.q_proj)[2 * kv_head][:, query] = identity
         heads(second.v_proj)[kv_head][place] = raising[channels]
         outputs(second.o_proj)[:, 2 * kv_head] = 0
-        outputs(second.o_proj)[channels, 2 * kv_head, place] = COPY * rms
+        outputs(second.o_proj)[channels, 2 * kv_head, place] = COPY_STRENGTH * rms

@@ -5,8 +5,8 @@ from transformers import LlamaForCausalLM
 
 from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer.tuning import eagle
-from vllm_specinfer.tuning.copying import write_copy_heads
 from vllm_specinfer.tuning.data import Sample
+from vllm_specinfer.tuning.eagle_copying import write_copy_heads
 from vllm_specinfer.tuning.states import write_states
 
 
