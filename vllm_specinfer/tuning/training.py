@@ -92,8 +92,8 @@ def fit(
 def keep_freed_memory() -> None:
     """Have the C library keep the memory of freed tensors for the next ones.
 
-    By default it gives that of large ones back, and a third of a step on a CPU goes into
-    the pages of new ones.
+    By default it gives that of large ones back, and a third of a step on a CPU goes
+    into the pages of new ones.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
