@@ -121,10 +121,17 @@ def _tune(args: argparse.Namespace) -> int:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(foreign))
         raise ValueError(f"--type {args.type} must go without {names}")
     wanted = settings(**{name: getattr(args, name) for name in given})
-    from vllm_specinfer.evidence.engines import check_arguments, stay_small_and_quiet
+    import torch
 
-    stay_small_and_quiet()
-    check_arguments(wanted.engine)
+    from vllm_specinfer.evidence import engines
+
+    if torch.cuda.is_available():
+        # Its memory must be free for training.
+        engines.stay_small_and_quiet()
+    else:
+        # A process of its own would wait busily, on one of maybe two cores.
+        engines.stay_in_process()
+    engines.check_arguments(wanted.engine)
     if args.type == "eagle3":
         from vllm_specinfer.tuning.head import tune_head
 

@@ -95,7 +95,8 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     out = tmp_path / "pool"
     run_and_kill(command(target, out), out, "checkpoints/ssm1")
     assert json.loads((out / "manifest.json").read_text())["ssms"] == [
-        {"model": "ssm0"}
+        {"model": "ssm0"},
+        {"model": "suffix"},
     ]
     # A line that the kill cut off, as well.
     samples = (out / "samples.jsonl").read_bytes()
@@ -110,7 +111,9 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     assert (out / "samples.jsonl").read_bytes() == samples
 
     options = parse_options({"model": str(out)})
-    assert [os.path.basename(s.model) for s in options.sources] == ["ssm0", "ssm1"]
+    *ssms, lookup = options.sources
+    assert [os.path.basename(s.model) for s in ssms] == ["ssm0", "ssm1"]
+    assert lookup.name == "suffix"
     one, two = json.loads((out / "manifest.json").read_text())["rounds"]
     # The target's 96 tokens are far from uniform; both SSMs learned.
     assert one["hit_rate"] > 0.2

@@ -203,4 +203,6 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         with (out / SAMPLES_FILE).open("a") as file:
             file.writelines(json.dumps(vars(s)) + "\n" for s in new)
         samples += new
+    # Training needs the memory.
+    llm.llm_engine.engine_core.shutdown()
     return samples

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.options import SuffixSource
 from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
 from vllm_specinfer.tuning import model
@@ -195,7 +196,8 @@ def _check_base(base: str, target: str, tokenizer: Any) -> None:
 
 def _write_pool(out: Path, rounds: list[Round]) -> None:
     """The manifest and the curves of the rounds so far."""
-    ssms = [{"model": r.ssm} for r in rounds]
+    # A lookup foresees what repeats this or past texts, for next to nothing.
+    ssms = [{"model": name} for name in (*(r.ssm for r in rounds), SuffixSource.name)]
     write_json(
         out / MANIFEST,
         {"ssms": ssms, "rounds": [{**vars(r), "losses": None} for r in rounds]},
