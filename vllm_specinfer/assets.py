@@ -136,7 +136,7 @@ def prompt_ids(
 
     Args:
         source: "mtbench" (as chats), "humaneval" (as plain text) or a file, as
-            `tuning.data.read_prompts` reads it.
+            `tuning.prompts.read_prompts` reads it.
         count: Most prompts to take; 0 for all.
         model: Folder or hub id with the tokenizer; None for SmolLM2's.
 
@@ -146,7 +146,7 @@ def prompt_ids(
     """
     from transformers import AutoTokenizer
 
-    from vllm_specinfer.tuning.data import read_prompts
+    from vllm_specinfer.tuning.prompts import read_prompts
 
     model = model or smollm2()
     if source == "mtbench":

@@ -1,12 +1,20 @@
 """A new SSM: what it knows before it learns, and what is written in the end."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from tests.e2e.models import tiny_llama
-from vllm_specinfer.tuning.data import Sample
-from vllm_specinfer.tuning.model import IGNORED, collate_for_new, hits
+from vllm_specinfer.tuning.data import LABEL, TOP, Sample
+from vllm_specinfer.tuning.model import (
+    IGNORED,
+    Windows,
+    collate,
+    collate_for_new,
+    hits,
+    loss,
+)
 from vllm_specinfer.tuning.new_ssm import NewSSM
 
 VOCAB = 1024
@@ -48,8 +56,39 @@ def test_the_model_that_is_written_computes_the_same(target):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_half_of_the_loss_is_to_the_targets_likeliest_tokens(target):
+    ssm = new_ssm(target)
+    tokens = torch.randint(VOCAB, (3, TOP)).numpy()
+    chances = torch.rand(3, TOP).numpy() / TOP
+    label = np.zeros(3, LABEL)
+    label["token"], label["probability"] = tokens, chances
+    answer = tokens[:, 0].tolist()
+    # Tokens that the reduced head has not count neither as wanted nor as likely.
+    draft_vocab = torch.arange(0, VOCAB, 2)
+    sample = Sample([1, 2], answer, label)
+    data = Windows([sample, Sample([5], [4], label[:1])], [np.zeros(1, bool)] * 2, 3)
+    found = loss(ssm, collate([data[0]]), draft_vocab)
+    with torch.inference_mode():
+        hidden = ssm.hidden(torch.tensor([[1, 2, *answer]]))[0]
+        logprobs = (hidden @ ssm.rows(draft_vocab).T).log_softmax(-1)
+    losses = []
+    for place in range(3):
+        if answer[place] % 2:
+            continue
+        drafted = [k for k in range(TOP) if tokens[place, k] % 2 == 0]
+        given = label["probability"][place, drafted].astype(np.float32)
+        at = logprobs[1 + place]
+        soft = sum(
+            float(chance) * at[tokens[place, k] // 2]
+            for chance, k in zip(given / given.sum(), drafted, strict=True)
+        )
+        losses.append(-(at[answer[place] // 2] + soft) / 2)
+    assert 0 < len(losses) < 3
+    torch.testing.assert_close(found, sum(losses) / len(losses), rtol=0.02, atol=0.02)
+
+
 def test_texts_that_repeat_themselves_are_learned_from_the_second_time_on():
-    rows = [(list(range(9)), [IGNORED] * 4 + list(range(4, 9)))] * 3
+    rows = [(list(range(9)), [IGNORED] * 4 + list(range(4, 9)), None)] * 3
     torch.manual_seed(0)
     batches = [collate_for_new(rows) for _ in range(200)]
     copies = [b for b in batches if b["input_ids"].tolist() != [r[0] for r in rows]]

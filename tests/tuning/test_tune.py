@@ -10,21 +10,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.tuning import pool
 from vllm_specinfer.tuning.data import (
+    LABEL,
+    LABELS_FILE,
+    SAMPLES_FILE,
+    TOP,
     Sample,
     TrainingData,
     prepare,
-    read_prompts,
     read_samples,
+    with_labels,
 )
 from vllm_specinfer.tuning.model import IGNORED, Windows, collate, windows_hit
+from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import PoolSettings, open_folder
 
 NUM_PROMPTS = 40
@@ -91,6 +98,23 @@ def run_and_kill(arguments, out, checkpoints):
     process.wait()
 
 
+def check_labels(samples, target):
+    """They are what the target's logits say."""
+    model = LlamaForCausalLM.from_pretrained(target)
+    for sample in samples[:3]:
+        ids = torch.tensor([sample.prompt + sample.answer])
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(sample.prompt) - 1 : -1]
+        tokens = torch.from_numpy(sample.label["token"].astype(np.int64))
+        chances = sample.label["probability"]
+        assert (sample.label["token"][:, 0] == sample.answer).all()
+        assert (np.diff(chances) <= 0).all()
+        assert all(len(set(row)) == TOP for row in tokens.tolist())
+        # vLLM runs the target in another precision.
+        wanted = logits.softmax(-1).gather(1, tokens)
+        np.testing.assert_allclose(chances, wanted, atol=0.02)
+
+
 def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     out = tmp_path / "pool"
     run_and_kill(command(target, out), out, "checkpoints/ssm1")
@@ -99,8 +123,8 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
         {"model": "suffix"},
     ]
     # A line that the kill cut off, as well.
-    samples = (out / "samples.jsonl").read_bytes()
-    (out / "samples.jsonl").write_bytes(samples[:-20])
+    samples, labels = ((out / f).read_bytes() for f in (SAMPLES_FILE, LABELS_FILE))
+    (out / SAMPLES_FILE).write_bytes(samples[:-20])
     weights = (out / "ssm0" / "model.safetensors").stat()
 
     second = run(command(target, out))
@@ -108,7 +132,9 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     assert second.returncode == 0, log
     assert "ssm in" in log
     assert (out / "ssm0" / "model.safetensors").stat().st_mtime == weights.st_mtime
-    assert (out / "samples.jsonl").read_bytes() == samples
+    assert (out / SAMPLES_FILE).read_bytes() == samples
+    assert (out / LABELS_FILE).read_bytes() == labels
+    check_labels(with_labels(out, read_samples(out)), target[0])
 
     options = parse_options({"model": str(out)})
     *ssms, lookup = options.sources
@@ -183,8 +209,8 @@ def test_the_next_round_learns_the_unmarked_windows_only():
     samples = [Sample([7, 8], [1, 2, 3, 4, 5]), Sample([9], [1, 2])]
     data = Windows(samples, [np.array([True, False, False]), np.array([True])], 2)
     assert len(data) == 1
-    assert data[0] == ([7, 8, 1, 2, 3, 4, 5], [IGNORED] * 4 + [3, 4, 5])
-    padded = collate([data[0], ([4], [4])])
+    assert data[0] == ([7, 8, 1, 2, 3, 4, 5], [IGNORED] * 4 + [3, 4, 5], None)
+    padded = collate([data[0], ([4], [4], None)])
     assert padded["input_ids"].shape == padded["labels"].shape == (2, 7)
     assert (padded["labels"][1, 1:] == IGNORED).all()
 
@@ -271,6 +297,9 @@ def test_files_of_an_earlier_run_are_refused_where_they_are_broken(target, tmp_p
         (tmp_path / "samples.jsonl").write_text(content)
         with pytest.raises(ValueError, match="must be as it was written; got"):
             read_samples(tmp_path)
+    (tmp_path / LABELS_FILE).write_bytes(b"short")
+    with pytest.raises(ValueError, match="as it was written; got labels of 0 tokens"):
+        with_labels(tmp_path, [Sample([1], [2])])
 
 
 def test_prompts_may_be_text_or_token_ids_and_count_once(target, tmp_path):
@@ -326,6 +355,8 @@ def test_two_prompts_must_have_continuations(target, tokenizer, tmp_path):
     first, second = read_prompts(Path(settings.prompts), tokenizer)[:2]
     samples = [{"prompt": first, "answer": [1]}, {"prompt": second, "answer": []}]
     open_folder(tmp_path, settings, [])
+    labels = np.zeros(1, LABEL)
+    labels.tofile(tmp_path / LABELS_FILE)
     lines = "".join(json.dumps(sample) + "\n" for sample in samples)
     (tmp_path / "samples.jsonl").write_text(lines)
     with pytest.raises(ValueError, match="must continue at least two .* got 1"):

@@ -1,30 +1,41 @@
-"""Prompts, and the target's own greedy continuations of them.
+"""The target's own greedy continuations of prompts, and what else it thought likely.
 
-Dimension legend: none; samples are ragged lists.
+Dimension legend: T tokens of an answer, TOP likeliest tokens; samples are ragged.
 """
 
 import collections
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import Training, open_folder
 
-SAMPLES_FILE = "samples.jsonl"
-MAX_PROMPT_TOKENS = 1024
+SAMPLES_FILE, LABELS_FILE = "samples.jsonl", "labels.bin"
+# Of each token of an answer: the target's likeliest ones.
+TOP = 8
+LABEL = np.dtype([("token", "<i4", TOP), ("probability", "<f2", TOP)])
 PROMPTS_BETWEEN_WRITES = 256
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and what the target makes of it, as token ids."""
+    """One prompt and what the target makes of it.
+
+    Attributes:
+        prompt: Token ids.
+        answer: Token ids.
+        label: [T] LABEL, what else it might have been; None where nobody has asked.
+    """
 
     prompt: list[int]
     answer: list[int]
+    label: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,12 @@ def prepare(
     out: Path, settings: Training, command: Sequence[str], tokenizer: Any
 ) -> TrainingData:
     """Begin a folder or go on with one, up to the target's continuations.
+
+    Args:
+        out: The folder.
+        settings: Of what is trained.
+        command: The command line, for the record.
+        tokenizer: The target's.
 
     Raises:
         ValueError: The input cannot be used, or the folder holds something else.
@@ -78,78 +95,6 @@ def prepare(
     return TrainingData(training, validation, vocab)
 
 
-def read_prompts(
-    file: Path, tokenizer: Any, max_tokens: int = MAX_PROMPT_TOKENS
-) -> list[list[int]]:
-    """Prompts as token ids, in the order of the file, each once.
-
-    A `.jsonl` line is `{"prompt": text}`, `{"prompt": [ids]}` or
-    `{"messages": [...]}` (a chat, put through the chat template); any other file has
-    one prompt per line. Prompts are cut to their last `max_tokens` tokens; 0 for all.
-
-    Raises:
-        ValueError: A line is none of these, or there is no prompt at all.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for number, line in enumerate(_lines(file), start=1):
-        ids = (
-            _parse_line(line, tokenizer, f"{file}, line {number}")
-            if file.suffix == ".jsonl"
-            else _encoded(tokenizer.encode, line, f"{file}, line {number}")
-        )
-        if ids:
-            found[tuple(ids[-max_tokens:])] = None
-    if not found:
-        raise ValueError(f"{file} must hold at least one prompt; got none")
-    return [list(ids) for ids in found]
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.strip():
-                    yield line.rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be UTF-8 text; got {error}") from error
-
-
-def _parse_line(line: str, tokenizer: Any, where: str) -> list[int]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must be JSON; got {error}") from error
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if isinstance(prompt, str):
-        return _encoded(tokenizer.encode, prompt, where)
-    if isinstance(prompt, list) and all(
-        type(t) is int and 0 <= t < len(tokenizer) for t in prompt
-    ):
-        return prompt
-    # Lists in place of messages would be taken for several chats.
-    is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    if is_chat and tokenizer.chat_template is not None:
-        template = functools.partial(
-            tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False
-        )
-        return _encoded(template, messages, where)
-    raise ValueError(
-        f"{where} must have a prompt (text, or token ids below {len(tokenizer)}) or "
-        f"messages; got {line[:80]!r}"
-    )
-
-
-def _encoded(encode: Callable[[Any], list[int]], text: Any, where: str) -> list[int]:
-    try:
-        return encode(text)
-    except Exception as error:  # of a tokenizer or a chat template, which may be any
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(
-            f"{where} must suit the target's tokenizer; got {reason}"
-        ) from error
-
-
 def read_samples(out: Path) -> list[Sample]:
     """The samples so far; a line that a kill cut off does not count."""
     file = out / SAMPLES_FILE
@@ -167,6 +112,41 @@ def read_samples(out: Path) -> list[Sample]:
     return samples
 
 
+def with_labels(out: Path, samples: list[Sample]) -> list[Sample]:
+    """The samples with their labels; those of a sample that a kill cut off are dropped.
+
+    Raises:
+        ValueError: There are fewer labels than tokens.
+    """
+    file = out / LABELS_FILE
+    ends = np.cumsum([0, *(len(s.answer) for s in samples)])
+    size = file.stat().st_size // LABEL.itemsize if file.is_file() else 0
+    if size < ends[-1]:
+        raise ValueError(
+            f"{file} must be as it was written; got labels of {size} tokens of "
+            f"{ends[-1]}"
+        )
+    if not ends[-1]:
+        file.unlink(missing_ok=True)
+        return samples
+    os.truncate(file, ends[-1] * LABEL.itemsize)
+    labels = np.memmap(file, LABEL, "r")
+    spans = zip(samples, ends, ends[1:], strict=False)
+    return [replace(s, label=labels[first:last]) for s, first, last in spans]
+
+
+def _label(logprobs: Any) -> np.ndarray:
+    """[T] LABEL of vLLM's FlatLogprobs, where each token comes before its likeliest."""
+    label = np.empty(len(logprobs), LABEL)
+    for name, values in (
+        ("token", logprobs.token_ids),
+        ("probability", logprobs.logprobs),
+    ):
+        label[name] = np.reshape(values, (-1, 1 + TOP))[:, 1:]
+    label["probability"] = np.exp(label["probability"])
+    return label
+
+
 def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sample]:
     """The target's greedy continuations, appended to the samples of an earlier run.
 
@@ -174,6 +154,8 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         ValueError: The earlier samples are of other prompts.
     """
     samples = read_samples(out)
+    if settings.labels:
+        samples = with_labels(out, samples)
     if [s.prompt for s in samples] != prompts[: len(samples)]:
         raise ValueError(
             f"{out / SAMPLES_FILE} must belong to the prompts of {settings.prompts}; "
@@ -191,17 +173,32 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         "seed": settings.seed,
     }
     llm = LLM(settings.target, **{**arguments, **settings.engine})
-    params = SamplingParams(temperature=0, max_tokens=settings.max_tokens)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=settings.max_tokens,
+        logprobs=TOP if settings.labels else None,
+        flat_logprobs=True,
+        detokenize=False,
+    )
     for start in range(0, len(left), PROMPTS_BETWEEN_WRITES):
         batch = left[start : start + PROMPTS_BETWEEN_WRITES]
         print(f"continuations {len(samples)} of {len(prompts)}", flush=True)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params)
         new = [
-            Sample(ids, list(output.outputs[0].token_ids))
-            for ids, output in zip(batch, outputs, strict=True)
+            Sample(
+                ids,
+                list(answer.token_ids),
+                _label(answer.logprobs) if settings.labels else None,
+            )
+            for ids, answer in zip(batch, (o.outputs[0] for o in outputs), strict=True)
         ]
+        if settings.labels:
+            with (out / LABELS_FILE).open("ab") as file:
+                file.writelines(s.label.tobytes() for s in new)
         with (out / SAMPLES_FILE).open("a") as file:
-            file.writelines(json.dumps(vars(s)) + "\n" for s in new)
+            file.writelines(
+                json.dumps({"prompt": s.prompt, "answer": s.answer}) + "\n" for s in new
+            )
         samples += new
     # Training needs the memory.
     llm.llm_engine.engine_core.shutdown()

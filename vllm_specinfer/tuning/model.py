@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vllm_specinfer.tuning.data import Sample
+from vllm_specinfer.tuning.data import TOP, Sample
 from vllm_specinfer.tuning.new_ssm import NewSSM, fast_attention
 from vllm_specinfer.tuning.settings import PoolSettings
 
 IGNORED = -100
+# Token ids of prompt and answer, the same with IGNORED where nothing is to be learned,
+# and the target's likeliest tokens of the answer, if they are known.
+Row = tuple[list[int], list[int], np.ndarray | None]
 # Part of a new SSM's batches that keep what it copies by.
 REPEATED = 0.15
 
@@ -61,35 +63,48 @@ class Windows(torch.utils.data.Dataset):
             marks: [S] bool per window of the answer: already continued by some SSM.
             length: Tokens of a window.
         """
-        self._rows = []
+        self._rows: list[Row] = []
         for sample, marked in zip(samples, marks, strict=True):
             if marked.all():
                 continue
             known = np.repeat(marked, length)[: len(sample.answer)]
             labels = np.where(known, IGNORED, sample.answer)
-            ids = sample.prompt + sample.answer
-            self._rows.append((ids, [IGNORED] * len(sample.prompt) + labels.tolist()))
-        self.lengths = [len(ids) for ids, _ in self._rows]
+            labels = [IGNORED] * len(sample.prompt) + labels.tolist()
+            self._rows.append((sample.prompt + sample.answer, labels, sample.label))
+        self.lengths = [len(ids) for ids, *_ in self._rows]
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, i: int) -> tuple[list[int], list[int]]:
+    def __getitem__(self, i: int) -> Row:
         return self._rows[i]
 
 
-def collate(rows: Sequence[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
-    """Padded input_ids and labels, [B, T] each; padding is at the end."""
-    ids, labels = (list(map(torch.tensor, part)) for part in zip(*rows, strict=True))
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Padded input_ids and labels, [B, T] each; padding is at the end.
+
+    With likeliest tokens of the target, top_tokens and top_chances, [B, T, TOP] each;
+    chances are 0 in prompts.
+    """
+    ids, labels, tops = zip(*rows, strict=True)
+    inputs = {
+        "input_ids": pad_sequence(list(map(torch.tensor, ids)), batch_first=True),
+        "labels": pad_sequence(
+            list(map(torch.tensor, labels)), batch_first=True, padding_value=IGNORED
+        ),
     }
+    if all(top is not None for top in tops):
+        shape = (*inputs["labels"].shape, TOP)
+        tokens, chances = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for i, top in enumerate(tops):
+            answer = slice(len(ids[i]) - len(top), len(ids[i]))
+            tokens[i, answer] = torch.from_numpy(top["token"].astype(np.int64))
+            chances[i, answer] = torch.from_numpy(top["probability"].astype(np.float32))
+        inputs |= {"top_tokens": tokens, "top_chances": chances}
+    return inputs
 
 
-def collate_for_new(
-    rows: Sequence[tuple[list[int], list[int]]],
-) -> dict[str, torch.Tensor]:
+def collate_for_new(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """As `collate`; now and then their tokens, shuffled, in texts that repeat
     themselves, which have a loss from the second time on."""
     inputs = collate(rows)
@@ -108,31 +123,64 @@ def collate_for_new(
 def loss(
     ssm: Any, inputs: dict[str, torch.Tensor], draft_vocab: torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy of the wanted tokens that the reduced head has."""
-    device = inputs["labels"].device
+    """Cross-entropy of the wanted tokens that the reduced head has.
+
+    Where the target's likeliest tokens are given, half of it is to them. They keep the
+    SSM from believing that nothing else could have been; greedy trees need the first
+    one most.
+    """
+    with mixed_precision(inputs["labels"].device):
+        logits, wanted, known = wanted_logits(ssm, inputs, draft_vocab)
+    logprobs = logits.float().log_softmax(-1)
+    gained = logprobs.gather(1, wanted[:, None])[:, 0]
+    if "top_tokens" in inputs:
+        top, has_row = _rows_of(inputs["top_tokens"][:, 1:][known], draft_vocab)
+        chances = inputs["top_chances"][:, 1:][known] * has_row
+        chances = chances / chances.sum(1, keepdim=True)
+        gained = (gained + (chances * logprobs.gather(1, top)).sum(1)) / 2
+    return -gained.sum() / max(len(gained), 1)
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Multiplies as bfloat16, where the device does so faster."""
     fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    with torch.autocast(device.type, torch.bfloat16, enabled=fast):
-        logits, wanted = wanted_logits(ssm, inputs, draft_vocab)
-    logits = logits.float()
-    return cross_entropy(logits, wanted) if len(wanted) else logits.sum() * 0
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+
+
+def _rows_of(
+    tokens: torch.Tensor, draft_vocab: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the reduced head that tokens have, and whether they have one."""
+    draft_vocab = draft_vocab.to(tokens.device)
+    rows = torch.searchsorted(draft_vocab, tokens.contiguous())
+    rows = rows.clamp(max=len(draft_vocab) - 1)
+    return rows, draft_vocab[rows] == tokens
 
 
 def wanted_logits(
     model: Any, inputs: dict[str, torch.Tensor], draft_vocab: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, V'] where a token is wanted, and its row [n] of the reduced head."""
-    draft_vocab = draft_vocab.to(inputs["labels"].device)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where a token is wanted that the reduced head has.
+
+    Args:
+        model: The SSM.
+        inputs: As `collate` gives them.
+        draft_vocab: [V'] tokens, ascending.
+
+    Returns:
+        Logits [n, V'], the rows of the wanted tokens [n], and where they are,
+        [B, T - 1] bool.
+    """
     labels = inputs["labels"][:, 1:]
-    place = torch.searchsorted(draft_vocab, labels.clamp(min=0))
-    place = place.clamp(max=len(draft_vocab) - 1)
-    known = (labels != IGNORED) & (draft_vocab[place] == labels)
+    draft_vocab = draft_vocab.to(labels.device)
+    place, known = _rows_of(labels, draft_vocab)
     if isinstance(model, NewSSM):
         hidden = model.hidden(inputs["input_ids"])
         rows = model.rows(draft_vocab)
     else:
         hidden = model.base_model(input_ids=inputs["input_ids"]).last_hidden_state
         rows = model.get_output_embeddings().weight[draft_vocab]
-    return hidden[:, :-1][known] @ rows.T, place[known]
+    return hidden[:, :-1][known] @ rows.T, place[known], known
 
 
 @torch.inference_mode()
@@ -153,17 +201,15 @@ def hits(
     for start in tqdm(range(0, len(samples), batch_size), desc="reading"):
         batch = samples[start : start + batch_size]
         rows = [
-            (s.prompt + s.answer, [IGNORED] * len(s.prompt) + s.answer) for s in batch
+            (s.prompt + s.answer, [IGNORED] * len(s.prompt) + s.answer, None)
+            for s in batch
         ]
         inputs = {name: value.to(device) for name, value in collate(rows).items()}
         labels = inputs["labels"][:, 1:]
         right = torch.zeros(labels.shape, dtype=torch.bool)
-        logits, wanted = wanted_logits(ssm, inputs, draft_vocab)
-        known = labels[labels != IGNORED]
-        drafted = torch.isin(known, draft_vocab.to(device))
-        of_wanted = torch.zeros(len(known), dtype=torch.bool, device=device)
-        of_wanted[drafted] = logits.argmax(-1) == wanted
-        right[(labels != IGNORED).cpu()] = of_wanted.cpu()
+        with mixed_precision(device):
+            logits, wanted, known = wanted_logits(ssm, inputs, draft_vocab)
+        right[known.cpu()] = (logits.argmax(-1) == wanted).cpu()
         for i, sample in enumerate(batch):
             first = len(sample.prompt) - 1
             found.append(right[i, first : first + len(sample.answer)].numpy())

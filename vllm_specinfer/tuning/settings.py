@@ -51,6 +51,8 @@ class Training:
     seed: int = 0
     engine: dict[str, Any] = field(default_factory=dict)
 
+    # Whether the target's likeliest tokens are kept of every token.
+    labels: ClassVar[bool] = False
     # Fields that count something.
     _counts: ClassVar[tuple[str, ...]] = ("max_tokens", "epochs", "batch_size")
 
@@ -98,6 +100,7 @@ class PoolSettings(Training):
     hidden: int = 224
     compare_length: int = 4
 
+    labels = True
     _counts = (*Training._counts, "num_ssms", "compare_length")
 
     def __post_init__(self) -> None:

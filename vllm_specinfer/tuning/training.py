@@ -26,6 +26,8 @@ class Lengths(Protocol):
 # Of mallopt (malloc.h).
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 INT_MAX = 2**31 - 1
+# Steps after which the pieces of memory go back that fit no tensor any more.
+TRIM_STEPS = 20
 
 Loss = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 MakeOptimizer = Callable[[torch.nn.Module, float, float], torch.optim.Optimizer]
@@ -54,7 +56,7 @@ def fit(
     Returns:
         Steps and their training losses.
     """
-    keep_freed_memory()
+    memory = FreedMemory()
     steps = max(1, len(data) * settings.epochs // settings.batch_size)
     losses = _Losses()
     arguments = TrainingArguments(
@@ -80,7 +82,7 @@ def fit(
         args=arguments,
         train_dataset=data,
         data_collator=collate,
-        callbacks=[losses],
+        callbacks=[losses, memory],
         loss=loss,
         lengths=data.lengths,
         make_optimizer=make_optimizer,
@@ -89,16 +91,26 @@ def fit(
     return losses.rows
 
 
-def keep_freed_memory() -> None:
-    """Have the C library keep the memory of freed tensors for the next ones.
+class FreedMemory(TrainerCallback):
+    """Has the C library keep the memory of freed tensors for the next ones.
 
     By default it gives that of large ones back, and a third of a step on a CPU goes
-    into the pages of new ones.
+    into the pages of new ones. Tensors of many sizes leave holes, so now and then what
+    is free goes back after all.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, INT_MAX)
+
+    def __init__(self) -> None:
+        """Keep it from now on; another C library than GNU's is left alone."""
+        library = ctypes.CDLL(None)
+        self._trim = getattr(library, "malloc_trim", None)
+        if self._trim is not None:
+            library.mallopt(M_MMAP_MAX, 0)
+            library.mallopt(M_TRIM_THRESHOLD, INT_MAX)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give back what is free."""
+        if self._trim is not None and state.global_step % TRIM_STEPS == 0:
+            self._trim(0)
 
 
 def last_checkpoint(folder: Path) -> str | None:
