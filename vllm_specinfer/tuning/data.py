@@ -138,12 +138,11 @@ def with_labels(out: Path, samples: list[Sample]) -> list[Sample]:
 def _label(logprobs: Any) -> np.ndarray:
     """[T] LABEL of vLLM's FlatLogprobs, where each token comes before its likeliest."""
     label = np.empty(len(logprobs), LABEL)
-    for name, values in (
-        ("token", logprobs.token_ids),
-        ("probability", logprobs.logprobs),
-    ):
-        label[name] = np.reshape(values, (-1, 1 + TOP))[:, 1:]
-    label["probability"] = np.exp(label["probability"])
+    tokens, chances = (
+        np.reshape(values, (-1, 1 + TOP))[:, 1:]
+        for values in (logprobs.token_ids, logprobs.logprobs)
+    )
+    label["token"], label["probability"] = tokens, np.exp(chances)
     return label
 
 
