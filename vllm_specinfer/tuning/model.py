@@ -136,7 +136,7 @@ def loss(
     if "top_tokens" in inputs:
         top, has_row = _rows_of(inputs["top_tokens"][:, 1:][known], draft_vocab)
         chances = inputs["top_chances"][:, 1:][known] * has_row
-        chances = chances / chances.sum(1, keepdim=True)
+        chances = chances / chances.sum(1, keepdim=True).clamp(min=1e-6)
         gained = (gained + (chances * logprobs.gather(1, top)).sum(1)) / 2
     return -gained.sum() / max(len(gained), 1)
 
