@@ -90,10 +90,10 @@ def main() -> None:
     args.first_ssm = parse_options({"model": args.ssm}).ssms[0].model
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "machine.json", _machine())
-    end = time.monotonic() + 60 * args.minutes
     parts = [part for name in args.parts for part in GROUPS.get(name, [name])]
     if set(parts) - NEED_NO_TARGET:
         args.target = args.target or str(assets.smollm2())
+    end = time.monotonic() + 60 * args.minutes
     failed = []
     while parts:
         shares = [SHARES.get(part, 1) for part in parts]
@@ -123,8 +123,9 @@ GROUPS = {
     "goals": [part.__name__ for part in GOALS],
 }
 NEED_NO_TARGET = {"kernel_checks", "kernels", "steps_8b", "busy"}
-# Of the time; speed starts three engines.
-SHARES = {"speed": 3, "kernels": 2, "steps_8b": 2, "busy": 2}
+# Of the time; speed and waits start three engines, equality_graphs four.
+SHARES = {"kernels": 2, "steps_8b": 2, "busy": 2, "speed": 3}
+SHARES |= {"kernel_checks": 2, "equality_graphs": 3, "waits": 2}
 
 
 def _runs(name: str, args: argparse.Namespace) -> bool:

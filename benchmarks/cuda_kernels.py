@@ -109,7 +109,10 @@ def _fails(name: str, check: Callable[[], None]) -> bool:
 
 def _check(arguments: dict, options: dict, device: str) -> None:
     cases = tree_attention_cases
-    moved = {k: cases.on(device, v) for k, v in arguments.items()}
+    moved, options = (
+        {k: cases.on(device, v) for k, v in given.items()}
+        for given in (arguments, options)
+    )
     cases.assert_close(*cases.run(moved, options))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,9 @@ def _tune(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence import engines
 
     if torch.cuda.is_available():
-        # Its memory must be free for training.
+        # Its memory must be free for training. A fork could not use CUDA, which torch
+        # has just asked for GPUs.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         engines.stay_small_and_quiet()
     else:
         # A process of its own would wait busily, on one of maybe two cores.

@@ -88,6 +88,7 @@ class TreeWorker(Worker):
         self.register_attention()
         super().init_device()
         runner = self.model_runner
+        self._let_groups_know()
         runner.speculator = TreeSpeculator(
             self.vllm_config, self.device, runner.req_states, self._capture_any_rows
         )
@@ -98,6 +99,20 @@ class TreeWorker(Worker):
         runner.use_aux_hidden_state_outputs = (
             self.vllm_config.speculative_config.reads_layers
         )
+
+    def _let_groups_know(self) -> None:
+        """Of layers that share K/V, whenever a KV cache begins.
+
+        On CUDA there is one before the worker's, to find out what graphs take
+        (vllm/v1/worker/gpu/cudagraph_utils.py).
+        """
+        initialize = self.model_runner.initialize_kv_cache
+
+        def with_shared(config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+            let_groups_know(config, get_shared_kv_cache_layers(self.vllm_config))
+            initialize(config, *args, **kwargs)
+
+        self.model_runner.initialize_kv_cache = with_shared
 
     def _capture_any_rows(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Capture verification for requests with any number of rows up to a tree's.
@@ -137,11 +152,6 @@ class TreeWorker(Worker):
             self.attention_summary,
             scope="global",
         )
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """With the specs of layers that share K/V."""
-        let_groups_know(kv_cache_config, get_shared_kv_cache_layers(self.vllm_config))
-        super().initialize_from_config(kv_cache_config)
 
     def determine_available_memory(self) -> int:
         """Keep nothing of what was captured meanwhile."""

@@ -521,6 +521,18 @@ def _generate(job: dict) -> dict:
         "blocks": manager.block_pool.num_gpu_blocks,
         "free_blocks": manager.block_pool.get_num_free_blocks(),
     }
+    if job.get("profiles"):
+        result["layers"] = _layers_with_graphs(runner)
     del llm
     gc.collect()
     return result
+
+
+def _layers_with_graphs(runner: Any) -> list[str]:
+    """Layers of the KV cache that vLLM makes on CUDA to find out what graphs take."""
+    from vllm.v1.worker.gpu import cudagraph_utils
+
+    runner.compilation_config.max_cudagraph_capture_size = 1
+    cudagraph_utils._teardown_profiling_state(runner)
+    cudagraph_utils._init_minimal_kv_cache_for_profiling(runner)
+    return [n for of_kv in runner.attn_groups for g in of_kv for n in g.layer_names]

@@ -76,6 +76,7 @@ def results(tmp_path_factory):
         runs[family, "plain"], runs[family, "tree"] = jobs(family, folder)
     for family in WRONG_POSITIONS:
         runs[family, "flat"] = {**runs[family, "tree"], "mutation": "position"}
+    runs["gemma3n_text", "tree"]["profiles"] = True
     found = engine.run(list(runs.values()), TORCHDYNAMO_DISABLE="1")
     return dict(zip(runs, found, strict=True))
 
@@ -94,3 +95,8 @@ def test_the_text_is_plain_decodings_whatever_the_architectures(results, family)
 @pytest.mark.parametrize("family", WRONG_POSITIONS)
 def test_flat_positions_show(results, family):
     assert results[family, "flat"]["tokens"] != results[family, "plain"]["tokens"]
+
+
+def test_layers_that_share_kv_have_graphs(results):
+    layers = results["gemma3n_text", "tree"]["layers"]
+    assert len(set(layers)) == SHARED_KV["num_hidden_layers"] + 1  # the SSM's

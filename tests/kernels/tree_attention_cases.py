@@ -217,8 +217,8 @@ def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 def on(device: torch.device | str, value: Any) -> Any:
     """An argument on a device."""
-    if isinstance(value, TreeRows):
-        return TreeRows(**{k: on(device, v) for k, v in vars(value).items()})
+    if isinstance(value, TreeRows | RowBlocks):
+        return type(value)(**{k: on(device, v) for k, v in vars(value).items()})
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
