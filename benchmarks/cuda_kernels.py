@@ -109,18 +109,15 @@ def _fails(name: str, check: Callable[[], None]) -> bool:
 
 def _check(arguments: dict, options: dict, device: str) -> None:
     cases = tree_attention_cases
-    moved, options = (
-        {k: cases.on(device, v) for k, v in given.items()}
-        for given in (arguments, options)
-    )
-    cases.assert_close(*cases.run(moved, options))
+    arguments, options = cases.on(device, arguments), cases.on(device, options)
+    cases.assert_close(*cases.run(arguments, options))
 
 
 def _check_replay() -> None:
     """A graph must serve another step's trees, lengths and blocks."""
     cases = tree_attention_cases
     first, second = (
-        {k: cases.on("cuda", v) for k, v in cases.step(requests, seed).items()}
+        cases.on("cuda", cases.step(requests, seed))
         for seed, requests in enumerate((cases.LARGE, cases.LARGE[::-1]))
     )
     out, expected = first["query"].new_full((2, *first["query"].shape), torch.nan)
@@ -151,7 +148,7 @@ def _check_xformers() -> None:
     import xformers_cases
 
     for arguments, options in xformers_cases.steps():
-        on_gpu = {k: tree_attention_cases.on("cuda", v) for k, v in arguments.items()}
+        on_gpu = tree_attention_cases.on("cuda", arguments)
         found, expected = xformers_cases.run(on_gpu, options)
         tree_attention_cases.assert_close(found, expected)
         tree_attention_cases.assert_close(*tree_attention_cases.run(on_gpu, options))

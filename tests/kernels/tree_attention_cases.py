@@ -216,9 +216,11 @@ def large_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def on(device: torch.device | str, value: Any) -> Any:
-    """An argument on a device."""
+    """An argument, or several by name, on a device."""
+    if isinstance(value, dict):
+        return {k: on(device, v) for k, v in value.items()}
     if isinstance(value, TreeRows | RowBlocks):
-        return type(value)(**{k: on(device, v) for k, v in vars(value).items()})
+        return type(value)(**on(device, vars(value)))
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
