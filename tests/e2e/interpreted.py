@@ -172,11 +172,13 @@ def main() -> None:
         (found["lookups"],) = engine._run_jobs([{**lookups, "asynchronous": True}])
     # With graphs of one request, and without.
     one = [{**jobs["asynchronous"], **ahead}]
-    with cuda_path(), mock.patch.object(graphs, "MOST_ROWS", 1):
+    decode_only = cuda_path("FULL_DECODE_ONLY")
+    with decode_only as of_small, mock.patch.object(graphs, "MOST_ROWS", 1):
         (found["small graphs"],) = engine._run_jobs(one)
     with cuda_path("NONE"):
         (found["eager"],) = engine._run_jobs(one)
-    counts = [each._asdict() for each in (counts, of_lookups, of_resting, of_pieces)]
+    counts = (counts, of_lookups, of_resting, of_pieces, of_small)
+    counts = [each._asdict() for each in counts]
     Path(output).write_text(json.dumps([of_cpu, found, *counts]))
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import (
     register_backend,
 )
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -152,12 +153,12 @@ class Counts(NamedTuple):
 
 @contextmanager
 def cuda_path(
-    mode: str = "FULL_DECODE_ONLY", worker: type[CPUWorker] = InterpretedWorker
+    mode: str = "FULL_AND_PIECEWISE", worker: type[CPUWorker] = InterpretedWorker
 ) -> Iterator[Counts]:
     """Engines of this process take CUDA's path; `interpreter.prepare` was called.
 
     Args:
-        mode: Of their CUDA graphs.
+        mode: Of their CUDA graphs; vLLM's default on a GPU.
         worker: What runs.
     """
     from tests.e2e.device_guard import guarded
@@ -192,20 +193,27 @@ def graphs_in_mode(mode: CUDAGraphMode) -> Iterator[None]:
             compilation.cudagraph_capture_sizes = [1, 2, 8, most]
             compilation.max_cudagraph_capture_size = most
 
-    with mock.patch.object(
-        CpuPlatform, "check_and_update_config", classmethod(checked)
+    normalize = "_normalize_piecewise_cudagraph_mode"
+    with (
+        mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(checked)),
+        # Nothing is compiled; "pieces" between attention are launched as they come.
+        mock.patch.object(VllmConfig, normalize, lambda *_, **__: None),
+        mock.patch.object(model_runner, "has_compiled_submodule", lambda _: True),
+        mock.patch.object(cudagraph_utils, "has_compiled_submodule", lambda _: True),
     ):
         yield
 
 
 @contextmanager
 def named() -> Iterator[list[str]]:
-    """Names of the passes: graphs of drafting and of verification, and the others."""
+    """Names of the passes: graphs of drafting, of verification and in pieces, and the
+    others."""
     from vllm_specinfer.drafting import ahead, graphs, ssm
 
     run_rows, passes = ssm.NeuralSSM._run_rows, []
     replay, look_up = graphs.Captured.replay, ahead.AheadDrafter.look_up
     run_fullgraph = ModelCudaGraphManager.run_fullgraph
+    run_pieces = ModelCudaGraphManager.run_pw_graph
 
     def replayed(self: graphs.Captured) -> None:
         passes.append("graph")
@@ -226,11 +234,16 @@ def named() -> Iterator[list[str]]:
         passes.append("verification")
         return run_fullgraph(self, *args)
 
+    def in_pieces(self: ModelCudaGraphManager, *args: Any) -> Any:
+        passes.append("pieces")
+        return run_pieces(self, *args)
+
     with (
         mock.patch.object(ahead.AheadDrafter, "look_up", looked_up),
         mock.patch.object(graphs.Captured, "replay", replayed),
         mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
         mock.patch.object(ModelCudaGraphManager, "run_fullgraph", verified),
+        mock.patch.object(ModelCudaGraphManager, "run_pw_graph", in_pieces),
     ):
         yield passes
 

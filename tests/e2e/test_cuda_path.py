@@ -221,6 +221,16 @@ def test_verification_runs_in_full_graphs_whatever_the_trees(outputs) -> None:
     assert set(decoding) >= {1, 2, 3, 9, 12, 18}
 
 
+def test_prompts_run_in_graphs_of_pieces_where_these_are_asked_for(outputs) -> None:
+    steps = [step for step in outputs[2]["steps"] if "rows" in step]
+    prompts = [step["rows"] for step in steps if step["prefills"]]
+    # Captures run them, too. A graph's rows are those of two full trees.
+    assert outputs[2]["passes"].count("pieces") > len(prompts) > 20
+    assert any(rows not in (14, 16, 18, 32) for rows in prompts)
+    assert "verification" in outputs[6]["passes"]
+    assert "pieces" not in outputs[6]["passes"]
+
+
 def test_all_blocks_are_given_back(outputs) -> None:
     for result in outputs[1].values():
         assert result["free_blocks"] == result["blocks"] - 1

@@ -15,6 +15,7 @@ from vllm_specinfer.scheduling.cost import CostLine
 
 TREES = {
     "chain": {"tree": "1,1,1,1"},
+    "flat": {"tree": "4"},
     "binary": {"tree": "2,2,1"},
     "paper": {"tree": "1,1,3,1,1,1,1,1"},
     "wide": {"tree": "4,2,2,1,1"},

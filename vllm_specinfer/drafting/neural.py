@@ -77,7 +77,7 @@ class NeuralSource:
     @property
     def most_nodes(self) -> int:
         """Of a level of one tree whose children are asked for, the roots' included."""
-        return max(1, *level_sizes(self.tree, self.num_nodes))
+        return max((1, *level_sizes(self.tree, self.num_nodes)))
 
     def num_words(self, window: int) -> int:
         """64-bit words of what a row sees of its pass, in levels and in catching up.
