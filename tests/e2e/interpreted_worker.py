@@ -186,11 +186,12 @@ def graphs_in_mode(mode: CUDAGraphMode) -> Iterator[None]:
     def checked(cls: type, vllm_config: VllmConfig) -> None:
         check(vllm_config)
         if spec := vllm_config.speculative_config:
-            max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-            most = max_num_reqs * (spec.num_speculative_tokens + 1)
+            scheduler = vllm_config.scheduler_config
+            most = scheduler.max_num_seqs * (spec.num_speculative_tokens + 1)
+            most = min(most, scheduler.max_num_batched_tokens)
             compilation = vllm_config.compilation_config
             compilation.cudagraph_mode = mode
-            compilation.cudagraph_capture_sizes = [1, 2, 8, most]
+            compilation.cudagraph_capture_sizes = sorted({1, 2, min(8, most), most})
             compilation.max_cudagraph_capture_size = most
 
     normalize = "_normalize_piecewise_cudagraph_mode"

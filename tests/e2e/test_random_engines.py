@@ -1,0 +1,100 @@
+"""Random configurations, engines and requests: the texts of plain decoding."""
+
+import random
+
+from tests.e2e import engine
+from tests.e2e.models import add_tokenizer, noisy_copy, tiny_llama, untrained_head
+from tests.e2e.test_fuzz import a_request
+from tests.e2e.test_greedy import job
+from vllm_specinfer.parsing import parse_options
+
+NUM_ENGINES = 24
+
+
+def a_tree(rng: random.Random) -> dict | list[int]:
+    """An expansion or a best-first tree."""
+    if rng.random() < 0.5:
+        return rng.choices([1, 1, 2, 3], k=rng.randint(1, 5))
+    limits = {
+        "max_depth": rng.randint(1, 7),
+        "max_width": rng.randint(1, 9),
+        "min_probability": rng.choice([0, 0.02, 0.2, 0.9]),
+    }
+    return {name: limits[name] for name in limits if rng.random() < 0.8}
+
+
+def a_config(rng: random.Random, models: list[str]) -> dict:
+    """A speculative config that no check refuses."""
+    while True:
+        sources = rng.choices([*models, "ngram", "suffix"], k=rng.randint(1, 3))
+        config = {
+            "ssms": [
+                {"model": source, "tree": a_tree(rng)}
+                if source in models and rng.random() < 0.4
+                else source
+                for source in sources
+            ],
+            "verification": rng.choice(["coupled", "mss", "rrs", "naive"]),
+            "scheduler": rng.choice(["auto", "static", "learned"]),
+        }
+        options = {
+            "tree": lambda: a_tree(rng),
+            "num_speculative_tokens": lambda: rng.randint(1, 70),
+            "num_speculative_tokens_per_batch_size": lambda: [
+                [1, 2, rng.randint(0, 4)],
+                [3, 1024, rng.randint(0, 2)],
+            ],
+        }
+        for name in rng.sample(sorted(options), rng.randint(0, 2)):
+            config[name] = options[name]()
+        try:
+            parse_options(config)
+        except ValueError:
+            continue
+        if sum(source == models[-1] for source in sources) < 2:  # heads
+            return {"model": None, **config}
+
+
+def an_engine(seed: int, models: list[str]) -> tuple[dict, dict]:
+    """Two jobs: with trees, and plain."""
+    rng = random.Random(seed)
+    config, length = a_config(rng, models), rng.choice([24, 100, 256])
+    llm = {
+        "skip_tokenizer_init": False,
+        "max_model_len": length,
+        "max_num_seqs": rng.choice([1, 2, 8]),
+        "max_num_batched_tokens": rng.choice([64, 130, 512]),
+        "num_gpu_blocks_override": rng.choice([400, 24]),
+        "enable_prefix_caching": rng.random() < 0.5,
+    }
+    prompts, params = [], []
+    for i in range(rng.randint(2, 8)):
+        prompt, wanted = a_request(100 * seed + i)
+        prompts.append(prompt[: length - 2])
+        params.append(wanted)
+    trees, plain = (
+        job(models[:2], config, params, prompts, **llm) for config in (config, None)
+    )
+    if rng.random() < 0.3:
+        trees["mutation"] = "trees_of_any_size"
+    return trees, {**plain, "plain_v2": True}
+
+
+def test_random_engines_decode_as_without_trees(tmp_path):
+    target = tiny_llama(tmp_path / "target", seed=0, scale=3, eos_token_id=5)
+    ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
+    head = untrained_head(target, tmp_path / "head")
+    add_tokenizer(target, ssm)
+    accepted = 0
+    for seed in range(NUM_ENGINES):
+        jobs = an_engine(seed, [target, ssm, head])
+        trees, plain = engine.run(list(jobs))
+        spec = jobs[0]["llm"]["speculative_config"]
+        for wanted, found, expected in zip(
+            jobs[0]["params"], trees["tokens"], plain["tokens"], strict=True
+        ):
+            drawn = spec["verification"] in ("mss", "rrs") and wanted["temperature"] > 0
+            assert drawn or found == expected, (seed, spec, wanted)
+        assert trees["free_blocks"] == trees["blocks"] - 1, (seed, spec)
+        accepted += trees["accepted"]
+    assert accepted > 100
