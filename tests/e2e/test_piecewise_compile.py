@@ -1,14 +1,18 @@
 """Models compiled in pieces and ahead of time, as vLLM does on CUDA, not on a CPU."""
 
 import dataclasses
+import os
 from unittest import mock
 
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 
 
-def generate(llm: dict) -> dict:
+def generate(job: tuple[dict, str]) -> dict:
     """Start an engine that compiles as on CUDA.
+
+    Args:
+        job: Its arguments, and vLLM's cache folder.
 
     Returns:
         Its text, the layers that attended, and how many models were compiled, and found
@@ -20,11 +24,12 @@ def generate(llm: dict) -> dict:
     from vllm.model_executor.layers.attention import attention
     from vllm.platforms.cpu import CpuPlatform
 
-    check, context, layers = (
-        CpuPlatform.check_and_update_config,
-        attention.get_attention_context,
-        set(),
-    )
+    from vllm_specinfer.kernels.cpu import extension
+
+    llm, folder = job
+    extension.load()  # from the usual folder, where it need not be built
+    check, layers = CpuPlatform.check_and_update_config, set()
+    context = attention.get_attention_context
 
     def checked(cls: type, vllm_config: VllmConfig) -> None:
         check(vllm_config)
@@ -42,6 +47,7 @@ def generate(llm: dict) -> dict:
 
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with (
+        mock.patch.dict(os.environ, VLLM_CACHE_ROOT=folder),
         mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(checked)),
         mock.patch.object(attention, "get_attention_context", attended),
     ):
@@ -55,7 +61,7 @@ def generate(llm: dict) -> dict:
 
 
 def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
-    target = tiny_llama(tmp_path / "target", seed=0)
+    target = tiny_llama(tmp_path / "target", seed=0, num_hidden_layers=1)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     plain = {
         "model": target,
@@ -71,9 +77,10 @@ def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
         "ssms": [{"model": ssm, "tree": "2"}, {"model": ssm, "tree": "1,1,1"}],
     }
     trees = {**plain, "speculative_config": spec}
-    env = {"VLLM_USE_AOT_COMPILE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    first = engine.call(generate, trees, **env)
-    again = engine.call(generate, trees, **env)
+    job = trees, str(tmp_path / "cache")
+    first, again = (
+        engine.call(generate, job, VLLM_USE_AOT_COMPILE="1") for _ in range(2)
+    )
     params = [{"temperature": 0, "max_tokens": 24, "ignore_eos": True}]
     eager = {**plain, "enforce_eager": True}
     (expected,) = engine.run([{"llm": eager, "prompts": [[1, 2, 3]], "params": params}])
