@@ -45,6 +45,18 @@ CALLS_PER_PROCESS = 12
 _shared: list[ProcessPoolExecutor] = []
 
 
+def tiny(model: str) -> dict:
+    """Arguments of an engine for a tiny model, that starts soon."""
+    return {
+        "model": model,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 2,
+        "kv_cache_memory_bytes": KV_BYTES,
+    }
+
+
 def run(jobs: list[dict], timeout: float = 1200, **env: str) -> list[dict]:
     """Run jobs one after the other; their results.
 

@@ -23,14 +23,7 @@ def generate(llm: dict) -> tuple[list[int], dict[str, int]]:
 
 def test_the_second_start_compiles_nothing(tmp_path):
     target = tiny_llama(tmp_path / "target", seed=0)
-    llm = {
-        "model": target,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 128,
-        "max_num_seqs": 2,
-        "kv_cache_memory_bytes": engine.KV_BYTES,
-    }
+    llm = engine.tiny(target)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     trees = {**llm, "speculative_config": {"method": "specinfer", "model": ssm}}
     env = {FOLDER: str(tmp_path / "cache")}

@@ -28,8 +28,8 @@ def generate(job: tuple[dict, str]) -> dict:
 
     llm, folder = job
     extension.load()  # from the usual folder, where it need not be built
-    check, layers = CpuPlatform.check_and_update_config, set()
-    context = attention.get_attention_context
+    check = CpuPlatform.check_and_update_config
+    context, layers = attention.get_attention_context, set()
 
     def checked(cls: type, vllm_config: VllmConfig) -> None:
         check(vllm_config)
@@ -63,14 +63,7 @@ def generate(job: tuple[dict, str]) -> dict:
 def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
     target = tiny_llama(tmp_path / "target", seed=0, num_hidden_layers=1)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
-    plain = {
-        "model": target,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 128,
-        "max_num_seqs": 2,
-        "kv_cache_memory_bytes": engine.KV_BYTES,
-    }
+    plain = engine.tiny(target)
     spec = {
         "method": "specinfer",
         "scheduler": "static",

@@ -91,12 +91,8 @@ def test_zeros_lie_in_them(size):
 def test_the_kv_cache_of_an_engine_lies_in_them(tmp_path):
     target = tiny_llama(tmp_path / "target", seed=0)
     llm = {
-        "model": target,
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "max_model_len": 128,
+        **engine.tiny(target),
         "enforce_eager": True,
-        "kv_cache_memory_bytes": engine.KV_BYTES,
         "speculative_config": {"method": "specinfer", "model": "ngram"},
     }
     flags = engine.call(flags_of_kv_cache, llm)

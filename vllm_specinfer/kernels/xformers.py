@@ -50,7 +50,7 @@ def tree_attention(
     if not requests:
         return
     contexts = [r.context for r in requests]
-    longest = max((1, *contexts))
+    longest = max(1, *contexts)
     group = query.shape[1] // kv_cache.shape[1]
 
     def keys_values(first: list[int], counts: list[int]) -> list[torch.Tensor]:
