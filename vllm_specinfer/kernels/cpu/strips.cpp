@@ -57,10 +57,13 @@ inline void load_inputs(const c10::BFloat16* w, Vec (&inputs)[2]) {
   load_pairs(w, inputs[0], inputs[1]);
 }
 
-// What a tile fetches: from `at`, `step` bytes on with every line of its own weights.
+// What a tile fetches: from `at`, `step` bytes on with every line of its own weights;
+// `once` where no other tile reads it, so that it takes no room in the outer caches from
+// what the host's work and the SSMs' passes find there after the target's.
 struct Fetch {
   const char* at;
   int64_t step;
+  bool once;
 };
 
 // `R` rows from `row` on by a strip.
@@ -75,7 +78,9 @@ void tile(const P& p, int64_t row, int64_t strip, Fetch fetch) {
   for (int v = 0; p.bias && v < kVectors; ++v)
     for (int r = 0; r < R; ++r) sums[r][v] = load(p.bias + output + v * kLanes);
   for (int64_t k = 0; k < p.k; k += T, w += T * kOutputs, fetch.at += fetch.step) {
-    for (int i = 0; i < kLine<W>; i += 64) __builtin_prefetch(fetch.at + i);
+    for (int i = 0; i < kLine<W>; i += 64)
+      fetch.once ? __builtin_prefetch(fetch.at + i, 0, 0)
+                 : __builtin_prefetch(fetch.at + i);
     Vec weights[kVectors][T];
     for (int v = 0; v < kVectors; ++v) load_inputs(w + v * T * kLanes, weights[v]);
 #pragma GCC unroll 2
@@ -117,8 +122,8 @@ void tiles_of(const P& p, int64_t row, int64_t end, int64_t strip) {
   for (int64_t t = 0; t < tiles; ++t) {
     const int rows = (end - row) / (tiles - t);
     const Fetch fetch = whole
-        ? Fetch{weights + bytes + t * bytes / tiles, kLine<W> / tiles}
-        : Fetch{weights + kAhead, kLine<W>};
+        ? Fetch{weights + bytes + t * bytes / tiles, kLine<W> / tiles, false}
+        : Fetch{weights + kAhead, kLine<W>, tiles == 1};
     tile(p, rows, row, strip, fetch, std::make_integer_sequence<int, kMostRows>());
     row += rows;
   }
