@@ -2,8 +2,9 @@
 
 import numpy as np
 
-# So many of them are remembered.
-MEMORY_REQS = 50
+# So many of them are remembered, and those of so many steps at least: a few steps of a
+# full batch say little, as each request goes on with a text of its own.
+MEMORY_REQS, MEMORY_STEPS = 50, 25
 
 
 class Average:
@@ -20,7 +21,8 @@ class Average:
             self.value = np.zeros_like(mean)
         weight = num_reqs / (num_reqs + self._num_reqs)
         self.value = self.value + weight * (mean - self.value)
-        self._num_reqs = min(self._num_reqs + num_reqs, MEMORY_REQS)
+        memory = max(MEMORY_REQS, MEMORY_STEPS * num_reqs)
+        self._num_reqs = min(self._num_reqs + num_reqs, memory)
 
     def learned(self) -> list[float] | None:
         """As JSON has it."""

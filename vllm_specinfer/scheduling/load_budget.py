@@ -10,7 +10,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 import copy
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class LoadBudget(Budget):
         if known is not None:
             tokens, seconds, _ = self._best_step(known)
             rate_without = tokens / (num_reqs * seconds)
-        lost = 1 - rate / rate_without
+        lost = 1 - max(rate, self._flat_rate(num_reqs)) / rate_without
         reading_steps = self._reading_seconds(unread) / self._step.seconds(num_reqs)
         if lost + reading_steps / PAYBACK_STEPS <= 0:
             return 0.0
@@ -159,21 +159,30 @@ class LoadBudget(Budget):
 
     def _usual_rate(self, num_reqs: int) -> float:
         """Tokens per second and request of the best trees, where all of R are of the
-        usual chances."""
-        return self._best_rate(num_reqs, self._profile, self._draft_seconds(num_reqs))
+        usual chances and drafts of the usual size, as a try's are."""
+        chances = self._profile.value.tolist()
+        return self._best_rate(num_reqs, chances, self._draft_seconds(num_reqs))
+
+    def _flat_rate(self, num_reqs: int) -> float:
+        """The same of the best node alone: no level, the SSMs only read what is new."""
+        chance = float(self._profile.value[0])
+        reading = self._draft.seconds(num_reqs * (1 + chance))
+        drafting = reading + num_reqs * self._prompts
+        return self._best_rate(num_reqs, [chance], drafting)
 
     def _known_rate(self, num_reqs: int) -> float:
         """The same of lookups alone, without nodes where that is best."""
         plain = 1 / self._step.seconds(num_reqs)
         if self._known.value is None:
             return plain
-        return max(plain, self._best_rate(num_reqs, self._known, 0.0))
+        return max(plain, self._best_rate(num_reqs, self._known.value.tolist(), 0.0))
 
-    def _best_rate(self, num_reqs: int, profile: Average, drafting: float) -> float:
-        tokens = 1 + CAUTION * np.cumsum(profile.value)
-        rows = range(2 * num_reqs, (self._num_nodes + 2) * num_reqs, num_reqs)
-        seconds = np.array(self._step.seconds_of(rows, 1.0)) + drafting
-        return float((tokens / seconds).max())
+    def _best_rate(self, num_reqs: int, chances: list[float], drafting: float) -> float:
+        rows = range(2 * num_reqs, (len(chances) + 2) * num_reqs, num_reqs)
+        steps = zip(accumulate(chances), self._step.seconds_of(rows, 1.0), strict=True)
+        return max(
+            (1 + CAUTION * tokens) / (seconds + drafting) for tokens, seconds in steps
+        )
 
     def _reading_seconds(self, rows: int) -> float:
         """What catching up with so many tokens costs."""
