@@ -228,7 +228,7 @@ def test_definition_and_twin_agree_whatever_is_proposed(seed):
         rng.integers(0, 200 if rng.random() < 0.5 else 12, r),
         rng.integers(0, 7, r),
         np.log(rng.choice([1e-9, 0.01, 0.1], r)),
-        Worth(*rng.random(3) / (1, 9, 2)) if rng.random() < 0.5 else EVERYTHING,
+        Worth(*rng.random(4) / (1, 9, 2, 4)) if rng.random() < 0.5 else EVERYTHING,
     )
     rows = r
     while True:

@@ -11,7 +11,7 @@ from vllm_specinfer.options import BestFirstTree
 from vllm_specinfer.scheduling import budget_memory
 from vllm_specinfer.scheduling.budget_memory import SAVE_STEPS, BudgetMemory
 from vllm_specinfer.scheduling.calibration import Calibration
-from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
+from vllm_specinfer.scheduling.load_budget import SHORTEST_RUN, LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor, node_features
 
 
@@ -68,7 +68,7 @@ def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     distrusts = [[s.calibration.distrust for s in x.all()] for x in (sources, again)]
     assert distrusts[0] == distrusts[1] and distrusts[0][1] > 0.5
     # What it knows already it does not try out.
-    assert all(recalled.grows(1) for _ in range(PLAIN_STEPS - 1))
+    assert all(recalled.grows(1) for _ in range(SHORTEST_RUN - 1))
     # A few timings of its own count more.
     for _ in range(60):
         recalled.observe_step(9, 1.5 * (10e-3 + 9 * 0.4e-3), True)

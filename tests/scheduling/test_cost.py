@@ -91,6 +91,40 @@ def test_walking_trees_is_told_from_the_rows():
     assert cost.marginal(5, 1) == pytest.approx(5e-3, rel=0.1)
 
 
+def test_few_rows_that_cost_less_each_do_not_make_plain_steps_look_cheap():
+    rng = np.random.default_rng(4)
+    cost = CostLine()
+
+    def seconds(rows):
+        return max(11e-3, 7.6e-3 + 0.5e-3 * rows)
+
+    for n in range(400):
+        rows = 4 if n % 20 == 0 else int(rng.integers(8, 18))
+        noise = 1 + 0.05 * rng.standard_normal()
+        cost.observe(rows, seconds(rows) * noise, rows > 4)
+    # The line that larger steps lie on comes to 9.6 ms there.
+    assert cost.seconds(4) == pytest.approx(seconds(4), rel=0.04)
+    for rows in (8, 12, 17):
+        assert cost.seconds(rows, True) == pytest.approx(seconds(rows), rel=0.04)
+
+
+def test_what_is_rare_is_remembered_for_longer():
+    cost = measured(10e-3, 0.4e-3, [4] * 50)
+    for rows in [8, 12, 16] * 60:
+        cost.observe(rows, 30e-3 + 0.2e-3 * rows, True)
+    assert cost.seconds(4) == pytest.approx(11.6e-3, rel=0.05)
+    assert cost.seconds(12, True) == pytest.approx(32.4e-3, rel=0.02)
+
+
+def test_drafts_of_as_many_levels_are_as_many_passes_of_about_the_same():
+    cost = CostLine(passes=True)
+    for _ in range(100):
+        cost.observe(16, 4e-3, 3)
+    assert cost.seconds(16, 3) == pytest.approx(4e-3, rel=0.01)
+    assert 0.8e-3 < cost.marginal(0, 1) < 1.2e-3
+    assert 0.8e-3 < cost.seconds(4) < 1.6e-3
+
+
 @pytest.mark.parametrize("trees", [True, False])
 def test_a_feature_that_costs_nothing_does_not_lift_the_line(trees):
     rng = np.random.default_rng(3)
@@ -104,5 +138,5 @@ def test_a_feature_that_costs_nothing_does_not_lift_the_line(trees):
 
 def test_a_file_of_steps_without_seconds_teaches_nothing():
     line = CostLine()
-    line.recall({"products": [[9.0, 9.0, 0.0]] * 3, "values": [0.0] * 3})
+    line.recall({"products": [[[9.0, 9.0, 0.0]] * 3] * 2, "values": [[0.0] * 3] * 2})
     assert not line.known

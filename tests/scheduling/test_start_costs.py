@@ -5,7 +5,7 @@ import pytest
 
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.load_budget import PLAIN_STEPS, LoadBudget
+from vllm_specinfer.scheduling.load_budget import SHORTEST_RUN, LoadBudget
 
 
 class Machine:
@@ -36,7 +36,7 @@ def test_a_budget_starts_with_what_passes_take():
 def test_no_step_goes_without_nodes_to_learn_what_is_known():
     budget = LoadBudget(8)
     start_costs.measure(budget, Machine().run, most_rows=64)
-    assert all(budget.grows(1) for _ in range(PLAIN_STEPS - 1))
+    assert all(budget.grows(1) for _ in range(SHORTEST_RUN - 1))
     assert not budget.grows(1)
 
 

@@ -16,23 +16,34 @@ class Worth(NamedTuple):
         child: What a sure node's best child brings.
         row: What running a node costs.
         level: What the pass over a level costs besides.
+        least: The chance below which no node, and so no child of it, is worth a row of
+            the target.
     """
 
     child: float = 1.0
     row: float = 0.0
     level: float = 0.0
+    least: float = 0.0
+
+    def gain(self, score: float) -> float:
+        """What expanding a node brings beyond its costs, by its log chance."""
+        above = math.exp(score) - self.least
+        return above / (1 - self.least) * self.child - self.row
 
     def expands(self, scores: np.ndarray) -> np.ndarray:
         """[F] nodes of a level that bring more than they cost, by their log chances.
 
         None where together they do not bring more than their pass.
         """
-        gained = [math.exp(score) * self.child - self.row for score in scores.tolist()]
+        gained = [self.gain(score) for score in scores.tolist()]
         pays = sum(gain for gain in gained if gain > 0) > self.level
         return np.array([pays and gain > 0 for gain in gained], bool)
 
     def pays(self, chances: float, rows: int) -> bool:
-        """Whether a level of nodes with these chances in all, so many rows, pays."""
+        """Whether a level of nodes with these chances in all, so many rows, pays.
+
+        As if each of them were sure or out of the question.
+        """
         return chances * self.child > rows * self.row + self.level
 
 

@@ -1,5 +1,6 @@
 """What a step costs: seconds as a line in its rows, from noisy timings."""
 
+import copy
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -8,8 +9,10 @@ import numpy as np
 # A line through few timings leans on this many rows for the cost of an empty step:
 # 8 rows cost 1.26 times one row on a CPU, 16 rows 1.7 times, 32 rows 2.2 times.
 PRIOR_ROWS = 25.0
-PRIOR_WEIGHT = 0.1
-FORGETTING = 0.98
+PRIOR_WEIGHT, EXTRA_WEIGHT = 0.1, 0.3
+# What timings count for after one with an extra, if they had one, too, or neither had;
+# and after others. What is rare is remembered for longer.
+FORGETTING, OTHERS_FORGETTING = 0.98, 0.998
 # What another engine has learned counts as so many timings.
 RECALLED_STEPS = 10.0
 # So many timings hardly move a line through more than that.
@@ -21,13 +24,21 @@ PAUSE, MAX_PAUSES = 4.0, 5
 class CostLine:
     """Seconds = start + rows x slope + extra x something, fitted to recent timings.
 
-    The extra is whatever else costs time: 1 for the walk of a step with trees, the
-    levels of a draft. Rows are those that are computed, some of them for nothing.
+    The extra is whatever else sets steps apart: 1 for one with trees, the levels of a
+    draft. Rows are those that are computed, some of them for nothing.
     """
 
-    def __init__(self, sizes: Sequence[int] = ()) -> None:
-        """Rows are padded to the next of `sizes`, ascending, none beyond the last."""
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[int] = (), passes: bool = False) -> None:
+        """Nothing is known yet.
+
+        Args:
+            sizes: What rows are padded to, ascending; none beyond the last.
+            passes: The extra counts passes. Each may cost as much as the start, never
+                less than nothing. Otherwise it is a trifle, also below nothing: few
+                rows cost less each than more of them do, and so the line of the larger
+                steps, those with trees, begins lower.
+        """
+        self._sizes, self._passes = sizes, passes
         self._clear()
         self._pauses = 0
         # The line, and how many timings it lacks.
@@ -35,10 +46,11 @@ class CostLine:
         self._num_new = 0
 
     def _clear(self) -> None:
-        # Weighted normal equations of the features 1, rows, extra. Written in every
-        # step: of so few numbers NumPy takes several times as long.
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._values = [0.0] * 3
+        # Weighted normal equations of the features 1, rows, extra: of timings without
+        # an extra, and with one. Written in every step: of so few numbers NumPy takes
+        # several times as long.
+        self._products = [[[0.0] * 3 for _ in range(3)] for _ in range(2)]
+        self._values = [[0.0] * 3 for _ in range(2)]
 
     @property
     def known(self) -> bool:
@@ -48,7 +60,7 @@ class CostLine:
     @property
     def num_timings(self) -> float:
         """How many timings the line is drawn through; old ones count for less."""
-        return self._products[0][0]
+        return sum(products[0][0] for products in self._products)
 
     def observe(self, rows: int, seconds: float, extra: float = 0.0) -> None:
         """Take in one timing."""
@@ -58,13 +70,14 @@ class CostLine:
                 return
             self._clear()  # not a pause: the machine changed
         self._pauses = 0
+        kind = int(extra > 0)
+        self._scale(1 - kind, OTHERS_FORGETTING)
+        self._scale(kind, FORGETTING)
         features = (1.0, float(self._padded(rows)), float(extra))
-        for i, (feature, products) in enumerate(
-            zip(features, self._products, strict=True)
-        ):
-            self._values[i] = FORGETTING * self._values[i] + feature * seconds
+        for i, feature in enumerate(features):
+            self._values[kind][i] += feature * seconds
             for j, other in enumerate(features):
-                products[j] = FORGETTING * products[j] + feature * other
+                self._products[kind][i][j] += feature * other
         self._num_new += 1
         if self.num_timings < MANY_TIMINGS or self._num_new >= NEW_TIMINGS:
             self._solved = None
@@ -76,19 +89,25 @@ class CostLine:
         """
         if self.num_timings > 1:
             left = max(FORGETTING**count, 1 / self.num_timings)
-            self._products = [[left * x for x in row] for row in self._products]
-            self._values = [left * x for x in self._values]
+            for kind in range(2):
+                self._scale(kind, left)
             self._solved = None
 
+    def _scale(self, kind: int, factor: float) -> None:
+        self._products[kind] = [
+            [factor * x for x in row] for row in self._products[kind]
+        ]
+        self._values[kind] = [factor * x for x in self._values[kind]]
+
     def seconds(self, rows: float, extra: float = 0.0) -> float:
-        """What so many rows take; never falls with them."""
+        """What so many rows take; never falls with them, nor below nothing."""
         return self.seconds_of([rows], extra)[0]
 
     def seconds_of(self, rows: Iterable[float], extra: float = 0.0) -> list[float]:
         """The same for several numbers of rows."""
         start, slope, more = self._coefficients()
         start += more * extra
-        return [start + slope * self._padded(n) for n in rows]
+        return [max(start + slope * self._padded(n), 0.0) for n in rows]
 
     def _padded(self, rows: float) -> float:
         place = bisect_left(self._sizes, rows)
@@ -101,8 +120,7 @@ class CostLine:
 
     def learned(self) -> dict[str, list]:
         """What `recall` takes, as JSON has it."""
-        products = [list(row) for row in self._products]
-        return {"products": products, "values": list(self._values)}
+        return copy.deepcopy({"products": self._products, "values": self._values})
 
     def recall(self, learned: dict[str, list]) -> None:
         """Start from what another engine has learned, with little weight.
@@ -110,28 +128,35 @@ class CostLine:
         Raises:
             ValueError: This is not what `learned` returns.
         """
-        products = finite(learned["products"], (3, 3))
-        values = finite(learned["values"], (3,))
-        if products[0, 0] > 0 and values[0] > 0:
-            weight = min(1.0, RECALLED_STEPS / products[0, 0])
+        products = finite(learned["products"], (2, 3, 3))
+        values = finite(learned["values"], (2, 3))
+        num_timings = products[:, 0, 0].sum()
+        if num_timings > 0 and values[:, 0].sum() > 0:
+            weight = min(1.0, RECALLED_STEPS / num_timings)
             self._products = (weight * products).tolist()
             self._values = (weight * values).tolist()
             self._solved = None
 
     def _coefficients(self) -> list[float]:
-        """[3] of the features, none negative; 0 while nothing is known."""
+        """[3] of the features; 0 while nothing is known."""
         if not self.known:
             return [0.0] * 3
         if self._solved is None:
-            products, values = np.array(self._products), np.array(self._values)
-            num, row_sum = products[0, :2]
-            prior = values[0] / (row_sum + num * PRIOR_ROWS)  # seconds per row
+            products = np.array(self._products).sum(axis=0)
+            values = np.array(self._values).sum(axis=0)
+            num, row_sum, num_extra = products[0]
+            num_passes = num + num_extra if self._passes else num
+            # Seconds per row.
+            prior = values[0] / (row_sum + num_passes * PRIOR_ROWS)
             for at in (1.0, 65.0):
                 features = np.array([1.0, at, 0.0])
                 products += PRIOR_WEIGHT * np.outer(features, features)
                 values += PRIOR_WEIGHT * features * prior * (at + PRIOR_ROWS)
-            products[2, 2] += PRIOR_WEIGHT  # the extra costs nothing by itself
-            self._solved = _non_negative(products, values).tolist()
+            products[2, 2] += EXTRA_WEIGHT
+            if self._passes:
+                values[2] += EXTRA_WEIGHT * prior * PRIOR_ROWS
+            free = () if self._passes else (2,)
+            self._solved = _non_negative(products, values, free).tolist()
             self._num_new = 0
         return self._solved
 
@@ -146,13 +171,16 @@ def finite(numbers: list, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-def _non_negative(products: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares from normal equations; features that would be negative are 0."""
+def _non_negative(
+    products: np.ndarray, values: np.ndarray, free: Sequence[int]
+) -> np.ndarray:
+    """Least squares from normal equations; 0 where all but `free` would be negative."""
     solution, used = np.zeros(len(values)), np.arange(len(values))
     while len(used):
         found = np.linalg.solve(products[np.ix_(used, used)], values[used])
-        if (found >= 0).all():
+        bound = np.where(np.isin(used, free), 0.0, found)
+        if (bound >= 0).all():
             solution[used] = found
             break
-        used = np.delete(used, found.argmin())
+        used = np.delete(used, bound.argmin())
     return solution

@@ -9,7 +9,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +28,8 @@ LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
+# What no node may be asked for.
+MOST_LEAST = 0.99
 # While drafting does not pay, it is tried again so often that this part of the time is
 # lost by it, after a pause of so many steps at least and at most. Perhaps it seems not
 # to pay because the machine was busy: at first pauses are shorter, each so many times
@@ -42,10 +44,14 @@ CHEAP = 0.5
 TRIES = 8
 # Drafting that pays begins anew only where so many steps bring more than that costs.
 PAYBACK_STEPS = 128
-# While it pays, so often a step goes without, to know what that costs. So do the first
-# steps of all. After as many drafts without a level one has some, whatever they seem to
-# cost, and so have all tries.
-PLAIN_STEPS, FIRST_PLAIN_STEPS = 64, 3
+# While it pays, now and then a step goes without, to know what that costs: so often
+# that this part of the time is lost by it, after so many steps at least and at most. So
+# do the first steps of all.
+LOST_IN_PLAIN = 0.004
+SHORTEST_RUN, LONGEST_RUN, FIRST_PLAIN_STEPS = 16, 256, 3
+# After so many drafts without a level one has some, whatever they seem to cost, and so
+# has every other try: by the rest of them it shows what a draft without levels costs.
+FLAT_DRAFTS = 64
 # Growing a tree of N nodes hardly ever takes an SSM more rows than this times N; more
 # are those of a prompt, which is caught up with. What that costs per draft is averaged
 # over so many.
@@ -73,7 +79,7 @@ class LoadBudget(Budget):
         """
         self._num_nodes = num_nodes
         self._agreed = agreed
-        self._step, self._draft = CostLine(sizes), CostLine()
+        self._step, self._draft = CostLine(sizes), CostLine(passes=True)
         # When drafted: [N] mean chance of a request's best, second best, ... node; the
         # SSMs' rows per request, and levels.
         self._profile, self._draft_size = Average(), Average()
@@ -107,8 +113,16 @@ class LoadBudget(Budget):
             return True
         self._plain_steps += 1
         first = self._plain_steps < FIRST_PLAIN_STEPS
-        self._steps_to_plain = 2 if first else PLAIN_STEPS
+        self._steps_to_plain = 2 if first else self._steps_between_plain(num_reqs)
         return False
+
+    def _steps_between_plain(self, num_reqs: int) -> int:
+        """How many steps with trees pay for one without."""
+        lost = 0.0
+        if self._step.known and self._tokens_per_second:
+            plain = num_reqs / self._step.seconds(num_reqs)
+            lost = 1 - plain / self._tokens_per_second
+        return int(min(max(lost / LOST_IN_PLAIN, SHORTEST_RUN), LONGEST_RUN))
 
     def drafts(
         self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
@@ -179,10 +193,16 @@ class LoadBudget(Budget):
 
     def _best_rate(self, num_reqs: int, chances: list[float], drafting: float) -> float:
         rows = range(2 * num_reqs, (len(chances) + 2) * num_reqs, num_reqs)
-        steps = zip(accumulate(chances), self._step.seconds_of(rows, 1.0), strict=True)
+        costs = self._tree_seconds(num_reqs, rows)
         return max(
-            (1 + CAUTION * tokens) / (seconds + drafting) for tokens, seconds in steps
+            (1 + CAUTION * tokens) / (seconds + drafting)
+            for tokens, seconds in zip(accumulate(chances), costs, strict=True)
         )
+
+    def _tree_seconds(self, num_reqs: int, rows: Iterable[int]) -> list[float]:
+        """What steps of R requests with trees take; no less than one without."""
+        plain = self._step.seconds(num_reqs)
+        return [max(seconds, plain) for seconds in self._step.seconds_of(rows, 1.0)]
 
     def _reading_seconds(self, rows: int) -> float:
         """What catching up with so many tokens costs."""
@@ -202,12 +222,14 @@ class LoadBudget(Budget):
         if self._profile.value is None or not self._draft.known:
             return super().worth()
         rate, child = self._tokens_per_second, CAUTION * float(self._profile.value[0])
-        if self._tried or self._flat_drafts >= PLAIN_STEPS:
+        if (self._tried and self._tries % 2) or self._flat_drafts >= FLAT_DRAFTS:
             return Worth(child)  # to know what levels cost
+        target = self._step.marginal(1) * rate
         return Worth(
-            child - self._step.marginal(1) * rate,
+            max(child - target, 0.0),
             self._draft.marginal(1) * rate,
             self._draft.marginal(0, 1) * rate,
+            min(target / CAUTION, MOST_LEAST),
         )
 
     def nodes(self, chances: np.ndarray, most: int, asks: bool = True) -> np.ndarray:
@@ -232,7 +254,9 @@ class LoadBudget(Budget):
             has_row = np.arange(chances.shape[1]) < num_nodes[:, None]
             tokens = num_reqs + CAUTION * float(chances[has_row].sum())
             rows = num_reqs + int(num_nodes.sum())
-            seconds = self._step.seconds(rows, float(rows > num_reqs))
+            seconds = self._step.seconds(num_reqs)
+            if rows > num_reqs:
+                (seconds,) = self._tree_seconds(num_reqs, [rows])
             self._note_rate(tokens / (seconds + self._draft_seconds(num_reqs, asks)))
 
     def observe_known(self, scores: np.ndarray) -> None:
@@ -274,7 +298,7 @@ class LoadBudget(Budget):
         best = tokens, seconds, np.inf
         found = sorted(scores[np.isfinite(scores)].tolist(), reverse=True)
         rows = range(num_reqs + 1, num_reqs + len(found) + 1)
-        costs = self._step.seconds_of(rows, 1.0)
+        costs = self._tree_seconds(num_reqs, rows)
         pairs = pairwise([*found, -np.inf])
         for (score, following), cost in zip(pairs, costs, strict=True):
             tokens, seconds = tokens + CAUTION * math.exp(score), cost + drafting
@@ -305,7 +329,7 @@ class LoadBudget(Budget):
 
     def _know_plain_steps(self) -> None:
         """The first steps need not go without trees."""
-        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, PLAIN_STEPS
+        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, SHORTEST_RUN
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
@@ -332,7 +356,7 @@ class LoadBudget(Budget):
             return
         self._flat_drafts = 0 if levels else self._flat_drafts + 1
         if seconds < CHEAP * self._draft.seconds(rows, levels):
-            self._flat_drafts = PLAIN_STEPS
+            self._flat_drafts = FLAT_DRAFTS
             if self._tried:
                 self._tries = max(self._tries, 1)
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)

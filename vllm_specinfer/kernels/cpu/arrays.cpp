@@ -193,13 +193,13 @@ py::object frontier(const growth::Growth& grown) {
 growth::Growth start_growth(const Rows<int64_t>& capacity, const Rows<int64_t>& max_depth,
                             const Rows<double>& least, bool best_first, int64_t depth,
                             int64_t max_width, int64_t num_nodes, int64_t words,
-                            double child, double row, double level) {
+                            double child, double row, double level, double worthless) {
   std::vector<growth::Request> requests;
   TORCH_CHECK(max_depth.size() == capacity.size() && least.size() == capacity.size(),
               "capacity, max_depth and least must be [R]");
   for (int64_t r = 0; r < capacity.size(); ++r)
     requests.push_back({capacity.data()[r], max_depth.data()[r], least.data()[r]});
-  return {{best_first, depth, max_width, num_nodes, words}, {child, row, level},
+  return {{best_first, depth, max_width, num_nodes, words}, {child, row, level, worthless},
           std::move(requests)};
 }
 

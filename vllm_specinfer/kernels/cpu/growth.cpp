@@ -21,7 +21,11 @@ struct Shape {
 
 // `Worth` of `scheduling/budget.py`.
 struct Worth {
-  double child, row, level;
+  double child, row, level, least;
+
+  double gain(float score) const {
+    return (std::exp((double)score) - least) / (1 - least) * child - row;
+  }
 };
 
 struct Request {
@@ -105,7 +109,7 @@ class Growth {
         const float score = nodes[c].score;
         if (!std::isfinite(score)) continue;
         if (!all && (score < requests_[r].least || score < nth)) continue;
-        const double gain = std::exp((double)score) * worth_.child - worth_.row;
+        const double gain = worth_.gain(score);
         if (!(gain > 0)) continue;
         gained += gain;
         const int64_t parent = row_of_[r * width_ + c / k];
