@@ -100,14 +100,14 @@ class CostLine:
         self._values[kind] = [factor * x for x in self._values[kind]]
 
     def seconds(self, rows: float, extra: float = 0.0) -> float:
-        """What so many rows take; never falls with them, nor below nothing."""
+        """What so many rows take; never falls with them."""
         return self.seconds_of([rows], extra)[0]
 
     def seconds_of(self, rows: Iterable[float], extra: float = 0.0) -> list[float]:
         """The same for several numbers of rows."""
         start, slope, more = self._coefficients()
         start += more * extra
-        return [max(start + slope * self._padded(n), 0.0) for n in rows]
+        return [start + slope * self._padded(n) for n in rows]
 
     def _padded(self, rows: float) -> float:
         place = bisect_left(self._sizes, rows)

@@ -28,7 +28,7 @@ LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
 CAUTION = 0.9
-# What no node may be asked for.
+# No node is asked for more than this chance; nothing is quite sure.
 MOST_LEAST = 0.99
 # While drafting does not pay, it is tried again so often that this part of the time is
 # lost by it, after a pause of so many steps at least and at most. Perhaps it seems not
