@@ -1,4 +1,4 @@
-"""A target's linear layers by rows of a step: this package's kernel over vLLM's oneDNN.
+"""A target's linear layers by rows of a step: this package's kernels over vLLM's.
 
     python benchmarks/linear.py [--dtype bfloat16] [--checkpoint float32]
         [--rows 1 4 9 16 32 64]
@@ -16,6 +16,9 @@ import time
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from torch import nn
+
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def shapes(config: object) -> list[tuple[int, int]]:
@@ -31,17 +34,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="SmolLM2-135M where it is not given")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument(
-        "--checkpoint", default="bfloat16", choices=["float32", "bfloat16"]
-    )
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--checkpoint", default="bfloat16", choices=DTYPES)
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 2, 4, 6, 9, 12, 16, 24, 32, 64, 256]
     )
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     from transformers import AutoConfig
-    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.platforms import current_platform
 
     from vllm_specinfer import assets
@@ -51,20 +52,26 @@ def main() -> None:
     dtype, published = (getattr(torch, name) for name in (args.dtype, args.checkpoint))
     config = AutoConfig.from_pretrained(args.target or str(assets.smollm2()))
     weights = [torch.randn(shape).to(published).to(dtype) for shape in shapes(config)]
-    # As in vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm.
-    packed = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
     kernels = [kernel_for(weight) for weight in weights]
     if None in kernels:
         raise SystemExit("vLLM's own way is used for such weights on this machine")
 
+    def vllms(weight: torch.Tensor) -> nn.Module:
+        layer = nn.Linear(*weight.T.shape, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        return layer
+
+    layers = [vllms(weight) for weight in weights]
+
     def seconds(inputs: dict[int, torch.Tensor], ours: bool) -> float:
         start = time.perf_counter()
-        for weight, handle, kernel in zip(weights, packed, kernels, strict=True):
-            x = inputs[weight.shape[1]]
+        for layer, kernel in zip(layers, kernels, strict=True):
+            x = inputs[layer.in_features]
             if ours:
                 kernel.linear(x, kernel.weight, None)
             else:
-                ops.onednn_mm(handle, x, None)
+                layer.cpu_linear(x, layer.weight, None)
         return time.perf_counter() - start
 
     print(

@@ -43,9 +43,7 @@ def test_they_are_asked_for(count):
     assert "hg" in flags_of(huge_pages.empty(count, torch.bfloat16))
 
 
-@pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM multiplies there"
-)
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="vLLM multiplies there")
 def test_weights_of_the_kernels_lie_in_them():
     before = huge_pages.empty(1, torch.int8)
     kernel = kernel_for(torch.randn(64, 32))

@@ -23,9 +23,10 @@ from vllm_specinfer.kernels.cpu.linear import (
 SHAPES = [(64, 32), (70, 48), (3, 16), (1, 576), (33, 2), (962, 576), (576, 1536)]
 # Types that a float32 model's weights may have been published in.
 HALF = (torch.bfloat16, torch.float16)
+STRIP = 32 if torch.cpu._is_avx512_supported() else 16
 
 pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM multiplies there"
+    not torch.cpu._is_avx2_supported(), reason="vLLM multiplies there"
 )
 
 
@@ -34,6 +35,9 @@ def tiles(request, monkeypatch):
     """As on a CPU without AMX and, where it has that, with it."""
     if request.param and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU multiplies no tiles")
+    case = getattr(request.node, "callspec", None)
+    if request.param and case and case.params.get("dtype") is torch.float16:
+        pytest.skip("oneDNN multiplies float16 there")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: request.param)
     return request.param
 
@@ -42,6 +46,11 @@ def linear_for(weight):
     """A function of x and bias, and of weights that it does not look at."""
     kernel = kernel_for(weight)
     return lambda x, _, bias=None: kernel.linear(x, kernel.weight, bias)
+
+
+def in_strips(outputs):
+    """So many, and those of zeros behind the last one."""
+    return (outputs + STRIP - 1) // STRIP * STRIP
 
 
 def random(*shape, dtype, seed=0):
@@ -62,7 +71,7 @@ def test_every_row_is_multiplied_by_every_output(tiles, dtype, published, shape,
         return
     offsets = random(shape[0], dtype=dtype, seed=2) if bias else None
     multiply = linear_for(weight)
-    # Up to 12 rows in a tile, or two of 6 at once; of AMX, 16.
+    # Up to 12 rows in a tile, 6 of AVX2, or two of 6 at once; of AMX, 16.
     for rows in [*range(1, 66), 100, 130, 560]:
         x = random(rows, shape[1], dtype=dtype)
         exact = x.double() @ weight.double().T + (offsets.double() if bias else 0)
@@ -113,18 +122,18 @@ def test_a_compiled_model_multiplies_any_number_of_rows():
         torch.testing.assert_close(compiled(x), linear(x, weight).relu())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_float32_weights_take_no_more_bytes_than_they_need(dtype):
-    weight = random(70, 48, dtype=dtype).float()
+@pytest.mark.parametrize("published", [torch.float32, *HALF])
+def test_float32_weights_take_no_more_bytes_than_they_need(published):
+    weight = random(70, 48, dtype=published).float()
     kernel = kernel_for(weight)
     assert kernel.weight.dtype == torch.float32
-    assert kernel.weight.nbytes == 96 * 48 * dtype.itemsize
+    assert kernel.weight.nbytes == in_strips(70) * 48 * published.itemsize
     x = random(9, 48, dtype=torch.float32)
     found = kernel.linear(x, kernel.weight, None)
     # As with one weight that needs all bits, but for what that one brings.
     weight[69, 0] += 1e-6 * weight[69, 0].abs()
     full = kernel_for(weight)
-    assert full.weight.nbytes == 96 * 48 * 4
+    assert full.weight.nbytes == in_strips(70) * 48 * 4
     assert torch.equal(found[:, :69], full.linear(x, full.weight, None)[:, :69])
 
 
@@ -141,7 +150,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 @pytest.mark.parametrize(
     "weight",
     [
-        torch.zeros(8, 32, dtype=torch.float16),
+        torch.zeros(8, 32, dtype=torch.float64),
         torch.zeros(8, 41),
         torch.zeros(32, 8).T,
         torch.zeros(2, 8, 32),
@@ -150,6 +159,13 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 )
 def test_other_weights_are_left_to_vllm(weight):
     assert kernel_for(weight) is None
+
+
+def test_float16_is_onednns_where_the_cpu_has_amx(monkeypatch):
+    weight = torch.zeros(8, 32, dtype=torch.float16)
+    for amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        assert (kernel_for(weight) is None) == amx
 
 
 def test_without_a_compiler_weights_are_left_to_vllm(monkeypatch):
@@ -162,7 +178,7 @@ def test_tiles_are_whole_along_their_inputs(tiles, monkeypatch):
     weight = torch.zeros(8, 48, dtype=torch.bfloat16)
     assert (kernel_for(weight) is None) == tiles
     # A compiler that does not know them.
-    kernels = SimpleNamespace(tile_rows=0)
+    kernels = SimpleNamespace(tile_rows=0, strip=STRIP)
     monkeypatch.setattr(cpu_kernels.extension, "load", lambda: kernels)
     assert (kernel_for(weight[:, :32].contiguous()) is None) == tiles
 
@@ -172,8 +188,7 @@ def test_a_layer_is_taken_over_with_its_weight_or_without(tiles, remove):
     layer = nn.Linear(32, 40, bias=False).bfloat16().requires_grad_(False)
     weight = layer.weight.clone()
     assert take_over(layer, remove) is not None
-    # With outputs of zeros behind the last one.
-    assert layer.weight.numel() == (64 * 32 if remove else 40 * 32)
+    assert layer.weight.numel() == (in_strips(40) if remove else 40) * 32
     assert remove or torch.equal(layer.weight, weight)
     x = random(3, 32, dtype=torch.bfloat16)
     found = layer.cpu_linear(x, layer.weight, None)
@@ -197,7 +212,7 @@ def test_only_engines_of_this_method_multiply_so(monkeypatch, ours):
     weight = layer.weight.detach().clone()
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     # vLLM keeps its own arrangement of the weights elsewhere.
-    assert layer.weight.numel() == (32 * 32 if ours else 0)
+    assert layer.weight.numel() == (in_strips(8) * 32 if ours else 0)
     if ours:  # models are compiled with what multiplies
         (noted,) = method.linear_kernels
         assert "outputs=8" in noted and "torch.float32" in noted

@@ -205,9 +205,10 @@ struct Outputs {
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               int64_t outputs, at::ScalarType stored) {
   const auto type = x.scalar_type();
-  TORCH_CHECK(type == at::kFloat || (type == at::kBFloat16 && stored == type),
-              "x must be float32, or bfloat16 as the weights; got ", type, " and ",
-              stored);
+  TORCH_CHECK(type == at::kFloat ||
+                  ((type == at::kBFloat16 || type == at::kHalf) && stored == type),
+              "x must be float32, or bfloat16 or float16 as the weights; got ", type,
+              " and ", stored);
   TORCH_CHECK(stored != at::kBFloat16 || x.size(-1) % 2 == 0,
               "bfloat16 weights come in pairs of inputs; got x ", x.sizes());
   const Outputs out(x, weight, bias, outputs, strips::kOutputs, stored);
@@ -226,6 +227,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
       case at::kHalf: run(float(), Half(), float(), rows); break;
       default: TORCH_CHECK(false, "weights must be float32, bfloat16 or float16");
     }
+  } else if (type == at::kHalf) {
+    run(float(), Half(), Half(), x.to(at::kFloat).contiguous());
   } else {
 #ifdef __AVX512BF16__
     run(vectors::Pair(), vectors::Pair(), BFloat16(), x.contiguous());
@@ -273,6 +276,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("commit_kv", &commit_kv);
   m.def("write_kv", &write_kv);
   arrays::define(m);
+  m.attr("strip") = strips::kOutputs;
 #ifdef SPECINFER_TILES
   m.attr("tile_rows") = tiles::kSide;
 #else

@@ -1,12 +1,13 @@
 """Linear layers of a step's rows: C++ kernels, and where they are worth their place.
 
-vLLM multiplies with oneDNN, whose time grows with every row of a tree. `strips.cpp`
+vLLM multiplies with oneDNN, whose time grows with every row of a tree, or, types of 16
+bits where oneDNN needs a newer CPU, with PyTorch's layers for any device. `strips.cpp`
 reads the weights once for the rows of a tree, in the order they lie in, and pairs of
 bfloat16 are multiplied as such where the CPU can. Reading takes most of a small step's
 time, so that weights lie in huge pages, and a float32 model's are kept as bfloat16 or
 float16 where each of them is the same number there, as it is in models that were
 published so. Where the CPU multiplies tiles of bfloat16 (AMX), their weights lie in
-tiles for `tile_rows.cpp`.
+tiles for `tile_rows.cpp`, and float16, which such a CPU multiplies, too, is oneDNN's.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,9 @@ from torch import nn
 
 from vllm_specinfer.kernels.cpu import extension, huge_pages
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Smaller types that may hold all weights of a float32 model.
 _SMALLER = (torch.bfloat16, torch.float16)
-_STRIP = 32  # outputs whose weights lie together
 # Of a tile: outputs or rows, and inputs, which come in pairs.
 _SIDE, _DEPTH = 16, 32
 
@@ -55,22 +55,23 @@ def kernel_for(weight: torch.Tensor) -> Kernel | None:
         or not weight.is_contiguous()
         or not weight.numel()
         or weight.shape[1] % 2
-        or not torch.cpu._is_avx512_supported()
+        or not torch.cpu._is_avx2_supported()
         or (kernels := extension.load()) is None
     ):
         return None
     _describe()
     operators, outputs = torch.ops.vllm_specinfer, len(weight)
-    if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
+        whole = weight.dtype == torch.bfloat16 and not weight.shape[1] % _DEPTH
         # The first product of an engine may be this one.
-        in_tiles = not weight.shape[1] % _DEPTH and kernels.tile_rows
-        if not (in_tiles and torch.cpu._init_amx()):
+        if not (whole and kernels.tile_rows and torch.cpu._init_amx()):
             return None
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
         return Kernel(multiply, _in_tiles(weight))
     stored = _in_few_bytes(weight)
     multiply = partial(operators.linear.default, outputs=outputs, stored=stored.dtype)
-    return Kernel(multiply, _in_strips(stored).view(weight.dtype))
+    strips = _in_strips(stored, kernels.strip)
+    return Kernel(multiply, strips.view(weight.dtype))
 
 
 def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
@@ -119,11 +120,11 @@ def _in_few_bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _in_strips(weight: torch.Tensor) -> torch.Tensor:
-    """[strips, K * 32] a copy of weights [N, K]; an output's bfloat16 ones in pairs."""
+def _in_strips(weight: torch.Tensor, outputs: int) -> torch.Tensor:
+    """[strips, K * outputs] a copy of weights [N, K]; bfloat16 inputs lie in pairs."""
     together = 2 if weight.dtype == torch.bfloat16 else 1
-    strips = _whole_strips(weight).view(
-        -1, _STRIP, weight.shape[1] // together, together
+    strips = _whole_strips(weight, outputs).view(
+        -1, outputs, weight.shape[1] // together, together
     )
     return _copy(strips.transpose(1, 2))
 
@@ -131,7 +132,8 @@ def _in_strips(weight: torch.Tensor) -> torch.Tensor:
 def _in_tiles(weight: torch.Tensor) -> torch.Tensor:
     """[strips, K * 32] a copy of weights [N, K]."""
     k = weight.shape[1]
-    tiles = _whole_strips(weight).view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
+    strips = _whole_strips(weight, 2 * _SIDE)
+    tiles = strips.view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
     return _copy(tiles.permute(0, 3, 1, 4, 2, 5))
 
 
@@ -142,9 +144,9 @@ def _copy(strips: torch.Tensor) -> torch.Tensor:
     return copy.view(len(strips), -1)
 
 
-def _whole_strips(weight: torch.Tensor) -> torch.Tensor:
+def _whole_strips(weight: torch.Tensor, outputs: int) -> torch.Tensor:
     """Weights [N, K] with zeros behind the last output."""
-    missing = -len(weight) % _STRIP
+    missing = -len(weight) % outputs
     # Padding copies, even by nothing.
     return nn.functional.pad(weight, (0, 0, 0, missing)) if missing else weight
 

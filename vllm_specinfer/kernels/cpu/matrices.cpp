@@ -11,11 +11,14 @@ namespace matrices {
 
 using namespace vectors;
 
+// Rows of a product at once: two vectors of sums each leave registers for the factors.
+constexpr int kMostRows = kRegisters == 32 ? 8 : 6;
+
 // A matrix that lies row by row, `step` apart.
 template <class T>
 struct Rows {
-  using Factor = float;                        // what it is multiplied with
-  static constexpr int kMaxRows = kLanes / 2;  // the sums fill half of the registers
+  using Factor = float;  // what it is multiplied with
+  static constexpr int kMaxRows = kMostRows;
   static void prepare() {}
   const T* data;
   int64_t step;
@@ -39,7 +42,7 @@ struct Tiles {
   static constexpr bool kMultiplied = false;
 #endif
   using Factor = std::conditional_t<kMultiplied, T, float>;
-  static constexpr int kMaxRows = kMultiplied ? 16 : kLanes / 2;
+  static constexpr int kMaxRows = kMultiplied ? 16 : kMostRows;
   const T* data;
   int64_t step;
   const T* at(int row, int col) const { return data + col / 16 * step + row * 16; }
@@ -106,7 +109,7 @@ template <int R, class B>
 void gemm_rows(const float* a, int lda, const B& b, float* c, int ldc, int k, int n,
                const float* alpha) {
   // Few rows need more columns in flight to hide the latency of multiply-add.
-  int col = gemm_columns<R, (R <= 4 ? 4 : 2)>(0, n, a, lda, b, c, ldc, k, alpha);
+  int col = gemm_columns<R, (R <= kMostRows / 2 ? 4 : 2)>(0, n, a, lda, b, c, ldc, k, alpha);
   gemm_columns<R, 1>(col, n, a, lda, b, c, ldc, k, alpha);
 }
 template <class B>
@@ -118,9 +121,9 @@ void gemm(int rows, const float* a, int lda, const B& b, float* c, int ldc, int 
     case 2: return run.template operator()<2>();
     case 3: return run.template operator()<3>();
     case 4: return run.template operator()<4>();
-#ifdef __AVX512F__
     case 5: return run.template operator()<5>();
     case 6: return run.template operator()<6>();
+#ifdef __AVX512F__
     case 7: return run.template operator()<7>();
     case 8: return run.template operator()<8>();
 #endif

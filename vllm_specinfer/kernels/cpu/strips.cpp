@@ -2,9 +2,9 @@
 // many outputs as it has lanes, so that no sum runs across it, and the weights lie in the
 // order they are read in. What becomes of a row does not depend on the others.
 //
-// Legend: M rows, N outputs, K inputs. x [M, K], y [M, N]. W is in strips of 32 outputs,
-// [strips, K, 32], with zeros behind the last one; of bfloat16 an output's weights come in
-// pairs, [strips, K / 2, 32, 2]. x is float32, so that W is converted, or bfloat16 where
+// Legend: M rows, N outputs, K inputs. x [M, K], y [M, N]. W is in strips of S = kOutputs,
+// [strips, K, S], with zeros behind the last output; of bfloat16 an output's weights come
+// in pairs, [strips, K / 2, S, 2]. x is float32, so that W is converted, or bfloat16 where
 // the CPU multiplies pairs, and K counts those.
 #pragma once
 #include <algorithm>
@@ -20,9 +20,9 @@ namespace strips {
 
 using namespace vectors;
 
-constexpr int kOutputs = 32;                    // of a strip
-constexpr int kVectors = kOutputs / kLanes;
-constexpr int kMostRows = 24 / kVectors;        // of a tile: 24 sums, 32 registers
+constexpr int kVectors = 2;
+constexpr int kOutputs = kVectors * kLanes;     // of a strip
+constexpr int kMostRows = 3 * kRegisters / 8;   // of a tile: 3 / 4 of registers are sums
 constexpr int kAhead = 6144;                    // bytes to the weights that are fetched
 // Of a strip that stays cached between its tiles, the next one beside it; with more tiles
 // reading it takes hardly any of the time.
@@ -38,7 +38,7 @@ struct Product {
   using Y = TY;
   const X* x;
   const W* w;
-  const float* bias;  // [strips * 32] or null
+  const float* bias;  // [strips * kOutputs] or null
   Y* y;
   int64_t m, n, k;
 };
@@ -48,13 +48,15 @@ constexpr int kInputs = std::is_same_v<W, c10::BFloat16> ? 2 : 1;  // that lie t
 template <class W>
 constexpr int64_t kLine = kInputs<W> * kOutputs * sizeof(W);  // bytes of theirs
 
-// Weights of as many outputs as a vector has lanes, by inputs.
+// The weights that one of these inputs has for as many outputs as a vector has lanes.
 template <class W>
-void load_inputs(const W* w, Vec (&inputs)[1]) {
-  inputs[0] = load(w);
+Vec load_input(const W* w, int) {
+  return load(w);
 }
-inline void load_inputs(const c10::BFloat16* w, Vec (&inputs)[2]) {
-  load_pairs(w, inputs[0], inputs[1]);
+inline Vec load_input(const c10::BFloat16* w, int input) {
+  Vec both[2];
+  load_pairs(w, both[0], both[1]);
+  return both[input];
 }
 
 // What a tile fetches: from `at`, `step` bytes on with every line of its own weights;
@@ -81,17 +83,19 @@ void tile(const P& p, int64_t row, int64_t strip, Fetch fetch) {
     for (int i = 0; i < kLine<W>; i += 64)
       fetch.once ? __builtin_prefetch(fetch.at + i, 0, 0)
                  : __builtin_prefetch(fetch.at + i);
-    Vec weights[kVectors][T];
-    for (int v = 0; v < kVectors; ++v) load_inputs(w + v * T * kLanes, weights[v]);
 #pragma GCC unroll 2
-    for (int t = 0; t < T; ++t)
+    for (int t = 0; t < T; ++t) {
+      Vec weights[kVectors];
+      for (int v = 0; v < kVectors; ++v) weights[v] = load_input(w + v * T * kLanes, t);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const Vec value = splat(x[r * p.k + k + t]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
-          add_product(sums[r][v], value, weights[v][t], typename P::X());
+          add_product(sums[r][v], value, weights[v], typename P::X());
       }
+      asm("" : "+r"(w));  // the next input's weights wait: registers are sums
+    }
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < kVectors; ++v) {

@@ -8,16 +8,16 @@
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Float8_e5m2.h>
 #include <c10/util/Half.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 namespace vectors {
 
 #ifdef __AVX512F__
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kRegisters = 32;
 #else
-constexpr int kLanes = 8;
+constexpr int kLanes = 8, kRegisters = 16;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
@@ -61,6 +61,8 @@ inline Vec load(const c10::BFloat16* p) {
 inline Vec from_half(HVec h) {
 #ifdef __AVX512F__
   return (Vec)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps((__m128i)h);
 #else
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = c10::Half(h[i], c10::Half::from_bits());
@@ -112,7 +114,15 @@ inline void store(c10::BFloat16* p, Vec v) {
   std::memcpy(p, &h, sizeof h);
 }
 inline void store(c10::Half* p, Vec v) {
-  for (int i = 0; i < kLanes; ++i) p[i] = c10::Half(v[i]);
+#ifdef __AVX512F__
+  const HVec h = (HVec)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  const HVec h = (HVec)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  HVec h;
+  for (int i = 0; i < kLanes; ++i) h[i] = c10::Half(v[i]).x;
+#endif
+  std::memcpy(p, &h, sizeof h);
 }
 
 // 2^x for x <= 126, relative error 2e-7; 0 at -127 and below.
