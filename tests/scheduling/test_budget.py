@@ -3,59 +3,14 @@
 import numpy as np
 import pytest
 
+from tests.scheduling.budgets import a_budget
 from vllm_specinfer.scheduling.average import Average
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
-    FIRST_PAUSE,
-    FIRST_PLAIN_STEPS,
-    FLAT_DRAFTS,
-    LONGER,
-    LONGEST_RUN,
-    LOST_IN_PLAIN,
-    LOST_IN_TRIES,
     PAYBACK_STEPS,
-    SHORTEST_PAUSE,
-    SHORTEST_RUN,
-    TRIES,
     LoadBudget,
 )
-
-
-def test_now_and_then_a_step_goes_without_nodes():
-    budget = LoadBudget(8)
-    plain = [n for n in range(150) if not budget.grows(1)]
-    assert plain == [0, 2, 4, *range(4 + SHORTEST_RUN, 150, SHORTEST_RUN)]
-    assert all(Budget().grows(1) for _ in range(150))
-
-
-def test_a_step_without_nodes_is_the_rarer_the_more_it_loses():
-    def between(chance):
-        budget = a_budget(10e-3, 0.1e-3, 0.1e-3)
-        for _ in range(40):
-            budget.least_score(np.log([[chance, *[0.01] * 7]]), drafted=True)
-        for _ in range(FIRST_PLAIN_STEPS + 1):
-            while budget.grows(1):
-                pass
-        return next(n for n in range(1, 1000) if not budget.grows(1))
-
-    # A node and its draft take 0.3 ms; without them one of 1.27 tokens in 10.4 ms is
-    # one in 10.1.
-    lost = 1 - 10.4 / 10.1 / (1 + CAUTION * 0.3)
-    assert SHORTEST_RUN < between(0.3) < between(0.9) < LONGEST_RUN
-    assert between(0.3) == pytest.approx(lost / LOST_IN_PLAIN, rel=0.2)
-    assert between(0.01) == SHORTEST_RUN
-
-
-def a_budget(start, slope, draft, num_nodes=8):
-    """A budget that knows these seconds; `draft` is that of an SSM's pass."""
-    budget = LoadBudget(num_nodes)
-    for n in range(1, 200):
-        budget.observe_step(n % 64 + 1, start + slope * (n % 64 + 1), False)
-        num_reqs, levels = n % 8 + 1, n % 5
-        rows = num_reqs + 4 * levels
-        budget.observe_draft(num_reqs, rows, levels, draft * (1 + levels))
-    return budget
 
 
 def best_by_hand(start, slope, chances):
@@ -102,104 +57,6 @@ def test_rows_for_nothing_admit_everything_and_dear_rows_nothing():
     chances = np.log(np.full((4, 8), 0.3))
     assert a_budget(10e-3, 0, 0).least_score(chances, True) <= chances.min()
     assert a_budget(1e-4, 10e-3, 0).least_score(chances, True) == np.inf
-
-
-def test_drafting_stops_where_it_does_not_pay_and_is_tried_again():
-    budget = a_budget(10e-3, 0.4e-3, 1e-3)
-    assert budget.drafts(1)  # nothing known yet
-    budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
-    assert budget.drafts(1)
-    for _ in range(400):  # a source that nobody believes any more
-        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
-
-    def tries(num_steps):
-        tried = [budget.drafts(1) for _ in range(num_steps)]
-        return [n for n, drafted in enumerate(tried) if drafted]
-
-    # 10.8 ms with a node, 3 ms for its draft of two levels, 10.4 ms without.
-    tried = tries(2000)
-    first, second, third, fourth = tried[: 4 * TRIES : TRIES]
-    assert tried[:TRIES] == list(range(first, first + TRIES))
-    assert first == FIRST_PAUSE and second - first - TRIES == FIRST_PAUSE * LONGER
-    usual = fourth - third - TRIES
-    assert TRIES * 0.26 / LOST_IN_TRIES < usual < TRIES * 0.36 / LOST_IN_TRIES
-    assert third - second - TRIES == pytest.approx(usual, rel=0.05)
-    for _ in range(400):  # almost worth it
-        budget.least_score(np.log(np.full((1, 8), 0.07)), drafted=True)
-    assert 2 * SHORTEST_PAUSE < np.diff(tries(1000)).max() < usual / 2
-    for _ in range(400):
-        budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
-    assert budget.drafts(1)
-    for _ in range(400):
-        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
-    assert tries(400)[0] == FIRST_PAUSE
-
-
-def test_what_a_try_catches_up_with_is_lost_too():
-    budget = a_budget(10e-3, 0.4e-3, 1e-3)
-    for _ in range(400):
-        budget.least_score(np.log(np.full((1, 8), 0.01)), drafted=True)
-    budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token
-
-    def pause(unread):
-        for _ in range(TRIES - 1):
-            budget.drafts(1)
-        return next(n for n in range(5000) if budget.drafts(1, unread))
-
-    for _ in range(4):
-        pause(500)  # the first ones are shorter
-    usual = pause(0)
-    # 10.4 ms is a step without nodes; a text grows while nothing is drafted.
-    assert pause(500) == pytest.approx(usual + 50 / 10.4 / LOST_IN_TRIES, rel=0.05)
-    assert pause(2) < 1.2 * usual
-
-
-def test_a_text_where_it_pays_is_told_from_the_one_before():
-    budget = a_budget(10e-3, 0.4e-3, 1e-3)
-    budget.observe_draft(1, 1000, 0, 100e-3)  # 0.1 ms a token of the prompt
-    for _ in range(200):
-        budget.least_score(np.log(np.full((1, 8), 0.03)), drafted=True)
-    assert not budget.drafts(1)
-    unread, asked = 100, []
-    for _ in range(128):
-        asked.append(budget.drafts(1, unread))
-        unread = 1 if asked[-1] else unread + 1
-        if asked[-1]:
-            budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
-    assert not asked[0] and all(asked[FIRST_PAUSE:])
-
-
-@pytest.mark.parametrize("restarts", [False, True])
-@pytest.mark.parametrize("busy_steps", [60, 300, 1000])
-@pytest.mark.parametrize("seed", range(4))
-def test_what_a_busy_machine_has_taught_is_unlearned(seed, busy_steps, restarts):
-    rng = np.random.default_rng(seed)
-    chances = np.array([[0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]])
-
-    def drafted(budget, steps, busy):
-        """How many levels these steps have had at last, in the mean of 100."""
-        asked, unread, depths = [], 100, []
-        for _ in range(steps):
-            asked.append(budget.grows(1) and budget.drafts(1, unread))
-            rows, slow = 1, rng.choice([2, 16]) if busy else 1
-            unread = 1 if asked[-1] else unread + 1
-            if asked[-1]:
-                pays = budget.worth().expands(np.log(chances[0, :4])).any()
-                levels = int(rng.integers(1, 4) if pays else 0)
-                seconds = 2e-3 + 0.1e-3 * unread + 1e-3 * levels
-                budget.observe_draft(1, unread + levels, levels, slow * seconds)
-                least = budget.least_score(np.log(chances), drafted=True)
-                rows += int((np.log(chances) >= least).sum())
-            depths.append(levels if asked[-1] else 0)
-            budget.observe_step(rows, (1 + busy) * (16e-3 + 0.6e-3 * rows), rows > 1)
-        return np.mean(depths[-100:])
-
-    budget = LoadBudget(8)
-    drafted(budget, busy_steps, busy=True)
-    if restarts:
-        learned, budget = budget.learned(), LoadBudget(8)
-        budget.recall(learned)
-    assert drafted(budget, 1000, busy=False) > 1.5
 
 
 @pytest.mark.parametrize(("chance", "won"), [(0.4, 2.07e-3), (0.6, 3.65e-3)])
@@ -274,28 +131,6 @@ def test_nodes_are_expanded_where_that_brings_more_than_pass_and_rows():
         assert budget.worth().expands(np.log([worth * 0.7] * 2)).all()
 
 
-def test_levels_that_seem_too_dear_are_run_now_and_then():
-    budget = a_budget(10e-3, 0.4e-3, 1e-3)
-    budget.least_score(np.log(np.full((1, 8), 0.4)), drafted=True)
-    for _ in range(200):
-        budget.observe_draft(1, 2, 0, 1e-3)
-        budget.observe_draft(1, 9, 2, 1e-3 + 2 * 4e-3)
-    nodes = np.log([0.6, 0.2])
-
-    def drafts_before_a_level():
-        count = 0
-        while not budget.worth().expands(nodes).any():
-            budget.observe_draft(1, 2, 0, 1e-3)
-            count += 1
-        budget.observe_draft(1, 9, 2, 1.6e-3)
-        return count
-
-    assert drafts_before_a_level() == FLAT_DRAFTS
-    # Levels are not dear any more.
-    assert sum(drafts_before_a_level() for _ in range(40)) <= 2 * FLAT_DRAFTS
-    assert drafts_before_a_level() == 0
-
-
 def test_nodes_that_are_not_worth_a_row_of_the_target_have_no_children():
     budget = a_budget(10e-3, 0.5e-3, 0.0)
     for _ in range(100):
@@ -320,20 +155,6 @@ def test_a_step_with_trees_takes_no_less_than_one_without():
     budget.least_score(np.log(np.full((4, 8), 0.6)), drafted=True)
     # One node each: 8 rows, 11.6 ms.
     assert budget._best_rate(4, [0.6], 0.0) == pytest.approx(1.54 / 11.6e-3, rel=0.05)
-
-
-def test_every_other_try_has_levels_that_do_not_pay():
-    budget = a_budget(10e-3, 0.4e-3, 4e-3)
-    for _ in range(400):
-        budget.least_score(np.log(np.full((1, 8), 0.05)), drafted=True)
-    while not budget.drafts(1):
-        pass
-    deep = [budget.worth().expands(np.log([0.5])).any()]
-    for _ in range(TRIES - 1):
-        assert budget.drafts(1)
-        deep.append(budget.worth().expands(np.log([0.5])).any())
-    assert deep == [True, False] * (TRIES // 2)
-    assert not budget.drafts(1)
 
 
 def test_in_a_level_that_pays_nodes_that_do_not_pay_their_row_are_left_out():

@@ -11,7 +11,8 @@ from vllm_specinfer.options import BestFirstTree
 from vllm_specinfer.scheduling import budget_memory
 from vllm_specinfer.scheduling.budget_memory import SAVE_STEPS, BudgetMemory
 from vllm_specinfer.scheduling.calibration import Calibration
-from vllm_specinfer.scheduling.load_budget import SHORTEST_RUN, LoadBudget
+from vllm_specinfer.scheduling.exploration import SHORTEST_RUN
+from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor, node_features
 
 

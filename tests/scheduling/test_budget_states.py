@@ -7,14 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from vllm_specinfer.scheduling.load_budget import (
+from vllm_specinfer.scheduling.exploration import (
     FIRST_PLAIN_STEPS,
-    LEAST_DRAFTS,
     LONGEST_PAUSE,
     SHORTEST_RUN,
     TRIES,
-    LoadBudget,
 )
+from vllm_specinfer.scheduling.load_budget import LEAST_DRAFTS, LoadBudget
 
 NODES = 6
 seconds = st.floats(1e-6, 1e4)

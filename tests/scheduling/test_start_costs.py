@@ -5,7 +5,8 @@ import pytest
 
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.load_budget import SHORTEST_RUN, LoadBudget
+from vllm_specinfer.scheduling.exploration import SHORTEST_RUN
+from vllm_specinfer.scheduling.load_budget import LoadBudget
 
 
 class Machine:

@@ -10,6 +10,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from vllm_specinfer.scheduling.average import Average
 from vllm_specinfer.scheduling.budget import Budget, Worth
 from vllm_specinfer.scheduling.cost import CostLine, finite
+from vllm_specinfer.scheduling.exploration import TRIES, PlainSteps, Tries
 
 # So many steps are remembered by the rate.
 RATE_MEMORY = 10
@@ -30,25 +32,10 @@ LEAST_DRAFTS = 8
 CAUTION = 0.9
 # No node is asked for more than this chance; nothing is quite sure.
 MOST_LEAST = 0.99
-# While drafting does not pay, it is tried again so often that this part of the time is
-# lost by it, after a pause of so many steps at least and at most. Perhaps it seems not
-# to pay because the machine was busy: at first pauses are shorter, each so many times
-# as long as the one before, and tries go on while drafts take less than that part of
-# what they should.
-LOST_IN_TRIES = 0.004
-SHORTEST_PAUSE, LONGEST_PAUSE = 4, 4096
-FIRST_PAUSE, LONGER = 64, 4
+# Tries go on while drafts take less than this part of what they should.
 CHEAP = 0.5
-# So many steps in a row: the first one catches up with what the SSMs have missed, and a
-# few would hardly change what is usual, where another text has taught it.
-TRIES = 8
 # Drafting that pays begins anew only where so many steps bring more than that costs.
 PAYBACK_STEPS = 128
-# While it pays, now and then a step goes without, to know what that costs: so often
-# that this part of the time is lost by it, after so many steps at least and at most. So
-# do the first steps of all.
-LOST_IN_PLAIN = 0.004
-SHORTEST_RUN, LONGEST_RUN, FIRST_PLAIN_STEPS = 16, 256, 3
 # After so many drafts without a level one has some, whatever they seem to cost, and so
 # has every other try: by the rest of them it shows what a draft without levels costs.
 FLAT_DRAFTS = 64
@@ -88,16 +75,11 @@ class LoadBudget(Budget):
         # Drafts that were timed; those of other engines count less.
         self._num_drafts = 0.0
         self._tokens_per_second = 0.0
-        self._steps_to_plain = 1
-        self._plain_steps = 0
+        self._plain_steps, self._tries = PlainSteps(), Tries()
         # Seconds per request of a draft that go into prompts.
         self._prompts = 0.0
-        # Since drafting paid or was tried, and tries that are left.
-        self._idle_steps, self._tries = 0, 0
-        # No pause is longer, but for what a try loses.
-        self._patience = FIRST_PAUSE
-        # Whether this step is a try, and drafts since one had levels.
-        self._tried, self._flat_drafts = False, 0
+        # Drafts since one had levels.
+        self._flat_drafts = 0
         # The next draft catches up with a pause.
         self._resumes = False
         # What a row of a long catch-up takes; None before the first one.
@@ -106,23 +88,15 @@ class LoadBudget(Budget):
 
     def grows(self, num_reqs: int) -> bool:
         """Not now and then, to know what a plain step costs."""
-        if not num_reqs:
-            return True
-        self._steps_to_plain -= 1
-        if self._steps_to_plain > 0:
-            return True
-        self._plain_steps += 1
-        first = self._plain_steps < FIRST_PLAIN_STEPS
-        self._steps_to_plain = 2 if first else self._steps_between_plain(num_reqs)
-        return False
+        lost = partial(self._lost_without_trees, num_reqs)
+        return not num_reqs or not self._plain_steps.begins(lost)
 
-    def _steps_between_plain(self, num_reqs: int) -> int:
-        """How many steps with trees pay for one without."""
-        lost = 0.0
-        if self._step.known and self._tokens_per_second:
-            plain = num_reqs / self._step.seconds(num_reqs)
-            lost = 1 - plain / self._tokens_per_second
-        return int(min(max(lost / LOST_IN_PLAIN, SHORTEST_RUN), LONGEST_RUN))
+    def _lost_without_trees(self, num_reqs: int) -> float:
+        """The part of its tokens that a step without trees loses."""
+        if not (self._step.known and self._tokens_per_second):
+            return 0.0
+        plain = num_reqs / self._step.seconds(num_reqs)
+        return 1 - plain / self._tokens_per_second
 
     def drafts(
         self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
@@ -131,9 +105,11 @@ class LoadBudget(Budget):
         if num_reqs:
             lost_steps = self._lost_steps(num_reqs, unread, known)
             if not lost_steps:
-                self._idle_steps, self._tries, self._patience = 0, 0, FIRST_PAUSE
-            self._tried = lost_steps > 0 and self._tries_again(lost_steps)
-            self._drafting = self._tried or not lost_steps
+                self._tries.end()
+            elif paused := self._tries.go_on(lost_steps):
+                self._draft.fade(paused)
+                self._resumes = True
+            self._drafting = not lost_steps or self._tries.left is not None
         return self._drafting
 
     def _lost_steps(
@@ -151,20 +127,6 @@ class LoadBudget(Budget):
         if lost + reading_steps / PAYBACK_STEPS <= 0:
             return 0.0
         return TRIES * max(rate_without / rate - 1, 0) + reading_steps
-
-    def _tries_again(self, lost_steps: float) -> bool:
-        """Whether a pause has been long enough, given what a try loses."""
-        if not self._tries:
-            self._idle_steps += 1
-            pause = min(lost_steps / LOST_IN_TRIES, max(self._patience, lost_steps))
-            pause = min(max(pause, SHORTEST_PAUSE), LONGEST_PAUSE)
-            if self._idle_steps <= pause:
-                return False
-            self._draft.fade(self._idle_steps)
-            self._patience *= LONGER
-            self._idle_steps, self._tries, self._resumes = 0, TRIES, True
-        self._tries -= 1
-        return True
 
     @property
     def _knows_trees(self) -> bool:
@@ -222,7 +184,7 @@ class LoadBudget(Budget):
         if self._profile.value is None or not self._draft.known:
             return super().worth()
         rate, child = self._tokens_per_second, CAUTION * float(self._profile.value[0])
-        if (self._tried and self._tries % 2) or self._flat_drafts >= FLAT_DRAFTS:
+        if (self._tries.left or 0) % 2 or self._flat_drafts >= FLAT_DRAFTS:
             return Worth(child)  # to know what levels cost
         target = self._step.marginal(1) * rate
         return Worth(
@@ -325,11 +287,7 @@ class LoadBudget(Budget):
         for levels in (0, 1):
             passes = 1 + levels
             self._draft.observe(passes * rows, passes * ssms, levels)
-        self._know_plain_steps()
-
-    def _know_plain_steps(self) -> None:
-        """The first steps need not go without trees."""
-        self._plain_steps, self._steps_to_plain = FIRST_PLAIN_STEPS, SHORTEST_RUN
+        self._plain_steps.know_first()
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""
@@ -357,8 +315,7 @@ class LoadBudget(Budget):
         self._flat_drafts = 0 if levels else self._flat_drafts + 1
         if seconds < CHEAP * self._draft.seconds(rows, levels):
             self._flat_drafts = FLAT_DRAFTS
-            if self._tried:
-                self._tries = max(self._tries, 1)
+            self._tries.prolong()
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
         self._num_drafts += 1
@@ -385,4 +342,4 @@ class LoadBudget(Budget):
         self._step, self._draft = step, draft
         self._num_drafts = self._draft.num_timings
         self._profile, self._draft_size = Average(profile), Average(size)
-        self._know_plain_steps()
+        self._plain_steps.know_first()
