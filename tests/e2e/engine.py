@@ -87,9 +87,10 @@ def call(function: Callable, argument: Any, timeout: float = 1200, **env: str) -
 
 def kill_children(process: psutil.Process) -> None:
     """Kill what a process has started, and what that has started."""
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def _process(env: dict[str, str]) -> ProcessPoolExecutor:

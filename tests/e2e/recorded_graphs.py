@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._C._distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -132,6 +133,9 @@ def _memory(values: Any) -> list[torch.UntypedStorage]:
 def _again(outputs: Any, func: Any, args: tuple, kwargs: dict) -> None:
     outputs, args, kwargs = _there((outputs, args, kwargs))
     found = func(*args, **kwargs)
+    for work in tree_leaves(found):
+        if isinstance(work, torch.ScriptObject):  # of other ranks, too
+            Work.unbox(work).wait()
     for kept, new in zip(tree_leaves(outputs), tree_leaves(found), strict=True):
         # Views, and what was written in place, are there already.
         if torch.is_tensor(kept) and kept.data_ptr() != new.data_ptr():

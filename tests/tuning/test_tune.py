@@ -107,7 +107,9 @@ def check_labels(samples, target):
             logits = model(ids).logits[0, len(sample.prompt) - 1 : -1]
         tokens = torch.from_numpy(sample.label["token"].astype(np.int64))
         chances = sample.label["probability"]
-        assert (sample.label["token"][:, 0] == sample.answer).all()
+        # Of tokens that are equally likely any may be the first.
+        is_answer = sample.label["token"] == np.array(sample.answer)[:, None]
+        assert is_answer.any(1).all() and (chances[is_answer] == chances[:, 0]).all()
         assert (np.diff(chances) <= 0).all()
         assert all(len(set(row)) == TOP for row in tokens.tolist())
         # vLLM runs the target in another precision.
@@ -161,7 +163,7 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
 def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     out = tmp_path / "eagle"
     settings = {"type": "eagle3", "hidden": None, "layers": None, "draft-vocab": 64}
-    settings["epochs"] = 45
+    settings |= {"epochs": 30, "max-tokens": 48}
     arguments = command(target, out, **settings)
     run_and_kill(arguments, out, "checkpoints")
     states = (out / "states.bin").stat()
