@@ -16,6 +16,7 @@ from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, SuffixSource
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
+from vllm_specinfer.scheduling.exploration import PlainSteps
 from vllm_specinfer.scheduling.lessons import Lessons
 from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.scheduling.load_budget import LoadBudget
@@ -331,5 +332,6 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     lessons.learn()
     assert sources.learned() == before and levels._chances.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))
-    assert vars(budget._plain_steps) == vars(states["_plain_steps"])
+    plain = budget._plain_steps, states["_plain_steps"], PlainSteps()
+    assert vars(plain[0]) == vars(plain[1]) == vars(plain[2])
     assert budget.grows(1) is LoadBudget(3).grows(1)
