@@ -23,6 +23,8 @@ from vllm_specinfer import device
 from vllm_specinfer.scheduling import invariants
 
 PACKAGE = str(Path(vllm_specinfer.__file__).parent)
+# Whoever calls is outside.
+INSIDE = (str(Path(torch.__file__).parent), __file__)
 # What never runs on a GPU.
 ON_CPU_ONLY = str(Path(PACKAGE) / "kernels" / "cpu")
 READS = {
@@ -197,7 +199,6 @@ def _is_package(file: str) -> bool:
 def _caller() -> str:
     """The file of the nearest code outside torch and this one."""
     frame = sys._getframe(2)
-    inside = (str(Path(torch.__file__).parent), __file__)
-    while frame.f_code.co_filename.startswith(inside) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(INSIDE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,6 +67,20 @@ def _mend() -> None:
     interpreter._patch_lang(language)
     replaced = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = lambda function: replaced
+    # It looks for overflows, which takes a third of the time, but asserts nothing.
+    options = interpreter.interpreter_builder.options
+    assert options.sanitize_overflow and not options.debug
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    # It makes a table of all types whenever it looks for one.
+    dtype_of, dtypes = interpreter._get_np_dtype, {}
+
+    def known_dtype(kind: Any) -> np.dtype:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(kind)
+        return dtypes[name]
+
+    interpreter._get_np_dtype = known_dtype
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
