@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig
 
+from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import Training, open_folder
 
@@ -146,6 +149,13 @@ def _label(logprobs: Any) -> np.ndarray:
     return label
 
 
+def _engine_dtype(target: str) -> str:
+    """For vLLM: float32 where the checkpoint's own dtype may be slow."""
+    slow = fast_dtype(training_device()) == torch.float32
+    config = AutoConfig.from_pretrained(target)
+    return "float32" if slow and not hasattr(config, "quantization_config") else "auto"
+
+
 def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sample]:
     """The target's greedy continuations, appended to the samples of an earlier run.
 
@@ -167,6 +177,7 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
 
     longest = max(map(len, prompts))
     arguments = {
+        "dtype": _engine_dtype(settings.target),
         "max_model_len": longest + settings.max_tokens,
         "max_num_seqs": min(64, len(left)),
         "seed": settings.seed,

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from vllm_specinfer.tuning.data import Sample
+from vllm_specinfer.tuning.precision import fast_dtype, mixed_precision
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Deeper steps are reached less often.
@@ -236,7 +237,7 @@ def loss(
     """
     ids, lengths = inputs["ids"], inputs["lengths"]
     total = torch.zeros((), device=ids.device)
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with mixed_precision(ids.device):
         states, last = _split(head, inputs["states"])
         outputs = head.unroll(states, teacher.embed(ids), num_steps)
         for step, output in enumerate(outputs):
@@ -251,6 +252,7 @@ def loss(
 def _split(head: EagleHead, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the head reads [B, T, A * H], and the target's normed output [B, T, H]."""
     size = head.config.hidden_size
+    states = states.to(fast_dtype(states.device))
     return states[..., :-size], states[..., -size:]
 
 
@@ -280,7 +282,7 @@ def hits(
         batch = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
         inputs = {name: value.to(device) for name, value in collate(batch).items()}
         ids, (states, _) = inputs["ids"], _split(head, inputs["states"])
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             outputs = head.unroll(states, teacher.embed(ids), num_steps)
         for step, output in enumerate(outputs):
             for row, (sample, _) in enumerate(batch):

@@ -19,6 +19,7 @@ from vllm_specinfer.tuning import eagle
 from vllm_specinfer.tuning.data import TrainingData, prepare
 from vllm_specinfer.tuning.eagle_copying import write_copy_heads
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
+from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.settings import HeadSettings
 from vllm_specinfer.tuning.states import STATES_FILE, write_states
 from vllm_specinfer.tuning.training import fit
@@ -61,7 +62,9 @@ def _make(out: Path, settings: HeadSettings, data: TrainingData) -> None:
     """Train the head and write it."""
     from transformers import AutoModelForCausalLM
 
-    target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(
+        settings.target, dtype=fast_dtype(training_device())
+    )
     head, losses, rates = train(out, target, settings, data)
     write_head(out / HEAD, head, data.draft_vocab if settings.draft_vocab else None)
     _write_curves(out, losses, rates)
@@ -83,7 +86,7 @@ def train(
     Returns:
         The head, its steps and losses, and its hit rate per depth.
     """
-    target.to("cuda" if torch.cuda.is_available() else "cpu")
+    target.to(training_device())
     torch.manual_seed(settings.seed)
     head = eagle.EagleHead(eagle.head_config(target.config.get_text_config()))
     eagle.start_from_last_layer(head, target)

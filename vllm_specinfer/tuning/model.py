@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_specinfer.tuning.data import TOP, Sample
 from vllm_specinfer.tuning.new_ssm import NewSSM, fast_attention
+from vllm_specinfer.tuning.precision import mixed_precision
 from vllm_specinfer.tuning.settings import PoolSettings
 
 IGNORED = -100
@@ -139,12 +140,6 @@ def loss(
         chances = chances / chances.sum(1, keepdim=True).clamp(min=1e-6)
         gained = (gained + (chances * logprobs.gather(1, top)).sum(1)) / 2
     return -gained.sum() / max(len(gained), 1)
-
-
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Multiplies as bfloat16, where the device does so faster."""
-    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
 def _rows_of(

@@ -1,9 +1,12 @@
 """Muon for the matrices of layers, AdamW for all else, as one optimizer."""
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import nn
+
+from vllm_specinfer.tuning.precision import InFloat32, fast_dtype
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -44,4 +47,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for part, group in zip(self._parts, self.param_groups, strict=True):
             # Loading a checkpoint replaces both.
             part.param_groups, part.state = [group], self.state
-            part.step()
+            # Muon's products are of bfloat16 (torch/optim/_muon.py).
+            slow = fast_dtype(group["params"][0].device) == torch.float32
+            with InFloat32() if slow else contextlib.nullcontext():
+                part.step()
