@@ -26,7 +26,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 
 test: lint
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal tests
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 soak: $(STAMP)
 	$(VENV)/bin/python -m tests.e2e.soak --minutes $(MINUTES)

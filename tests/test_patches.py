@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import vllm_copy
+from tests import processes, vllm_copy
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 from vllm_specinfer import compat, seams
@@ -117,7 +117,7 @@ def test_a_patched_vllm_needs_no_hook(patched, tmp_path):
         [sys.executable, "-c", WITHOUT_HOOKS, json.dumps(job)],
         env={
             **os.environ,
-            **engine.ENV,
+            **processes.ENV,
             "VLLM_PLUGINS": "",
             "PYTHONPATH": f"{folder}{os.pathsep}{PATCHES.parent}",
         },

@@ -50,6 +50,7 @@ LLM = {
 def main() -> None:
     """Decode with and without trees and save the texts and what was counted."""
     interpreter.prepare()
+    from tests import processes
     from tests.e2e import engine
     from tests.e2e.interpreted_worker import changing_sizes, cuda_path, resting_ssms
     from vllm_specinfer import plugin
@@ -57,7 +58,7 @@ def main() -> None:
     from vllm_specinfer.verify import device_sampler
 
     target, ssm, head, windowed, windowed_ssm, output = sys.argv[1:]
-    os.environ.update(engine.ENV)
+    os.environ.update(processes.ENV)
     plugin.register()
     llm = {"model": target, **LLM}
     # The target itself knows best; how little it gets is left to the other one.

@@ -37,13 +37,14 @@ def main() -> None:
     from vllm import LLM as Engine
     from vllm import SamplingParams
 
+    from tests import processes
     from tests.e2e import engine
     from tests.e2e.interpreted import GREEDY, LLM, PROMPTS, SAMPLED, TREE
     from tests.e2e.interpreted_worker import InterpretedRank, cuda_path
     from vllm_specinfer import plugin
 
     target, ssm, output = sys.argv[1:]
-    os.environ.update(engine.ENV)
+    os.environ.update(processes.ENV)
     plugin.register()
     llm = {"model": target, **LLM}
     params = [{**kind, "max_tokens": 32} for kind in (GREEDY, SAMPLED, GREEDY)]

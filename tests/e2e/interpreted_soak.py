@@ -37,12 +37,13 @@ def main() -> None:
     parser.add_argument("--only", help="sources")
     args = parser.parse_args()
     interpreter.prepare()
+    from tests import processes
     from tests.e2e import engine
     from tests.e2e.interpreted_worker import cuda_path, resting_ssms
     from vllm_specinfer import plugin
     from vllm_specinfer.options import TESTS_DRAWS
 
-    os.environ.update(engine.ENV)
+    os.environ.update(processes.ENV)
     plugin.register()
     folder = Path(tempfile.mkdtemp())
     target = tiny_llama(folder / "target", seed=0)

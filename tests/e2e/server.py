@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e import engine
+from tests import processes
 
 START_SECONDS, STOP_SECONDS = 300, 60
 
@@ -82,7 +82,7 @@ def serve(
         *("--model", model, "--port", str(port), "--host", "127.0.0.1", *flags),
         *("--speculative-config", json.dumps(speculative)),
     ]
-    environment = os.environ | engine.ENV | (env or {})
+    environment = os.environ | processes.ENV | (env or {})
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with log.open("w") as file:

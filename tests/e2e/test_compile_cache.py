@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 from vllm_specinfer.hooks import compile_cache
@@ -27,12 +28,12 @@ def test_the_second_start_compiles_nothing(tmp_path):
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     trees = {**llm, "speculative_config": {"method": "specinfer", "model": ssm}}
     env = {FOLDER: str(tmp_path / "cache")}
-    first, compiled = engine.call(generate, trees, **env)
-    again, found = engine.call(generate, trees, **env)
+    first, compiled = processes.call(generate, trees, **env)
+    again, found = processes.call(generate, trees, **env)
     assert compiled["autograd_cache_miss"] > 0
     assert found["autograd_cache_hit"] == 2  # target and SSM
     assert "autograd_cache_miss" not in found
-    plain, _ = engine.call(generate, {**llm, "enforce_eager": True}, **env)
+    plain, _ = processes.call(generate, {**llm, "enforce_eager": True}, **env)
     assert first == again == plain
 
 

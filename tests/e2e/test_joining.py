@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import vllm
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 from tests.e2e.test_greedy import GREEDY, check, job, prompt
@@ -94,7 +95,7 @@ def test_sessions_go_on_where_an_answer_has_ended_inside_a_path(models):
     # Decoding plainly on Model Runner V2.
     never = {"num_speculative_tokens_per_batch_size": [[1, 1024, 0]]}
     memory = {"kv_cache_memory_bytes": engine.KV_BYTES}
-    plain, tree = engine.call(
+    plain, tree = processes.call(
         _all_sessions,
         [job(models, config, params, **memory) for config in (never, {})],
         VLLM_ENABLE_V1_MULTIPROCESSING="1",

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from unittest import mock
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 
@@ -72,7 +73,7 @@ def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
     trees = {**plain, "speculative_config": spec}
     job = trees, str(tmp_path / "cache")
     first, again = (
-        engine.call(generate, job, VLLM_USE_AOT_COMPILE="1") for _ in range(2)
+        processes.call(generate, job, VLLM_USE_AOT_COMPILE="1") for _ in range(2)
     )
     params = [{"temperature": 0, "max_tokens": 24, "ignore_eos": True}]
     eager = {**plain, "enforce_eager": True}

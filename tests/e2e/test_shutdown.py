@@ -4,6 +4,7 @@ import gc
 import weakref
 from pathlib import Path
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
 
@@ -11,7 +12,7 @@ from tests.e2e.models import noisy_copy, tiny_llama
 def test_models_are_gone_after_a_shutdown(tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target", seed=0)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
-    left = engine.call(left_after_a_shutdown, (target, ssm))
+    left = processes.call(left_after_a_shutdown, (target, ssm))
     assert left == {"target": False, "state": False, "speculator": False, "ssm": False}
 
 

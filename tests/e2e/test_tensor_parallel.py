@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import VOCAB, noisy_copy, tiny_llama
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
@@ -102,7 +103,7 @@ def test_two_ranks_agree_with_each_other_and_with_plain_decoding(
     config = {**llm["speculative_config"], "verification": rule}
     config["scheduler"] = scheduler
     # Ranks that part wait for each other.
-    texts, (first, second), measured = engine.call(
+    texts, (first, second), measured = processes.call(
         on_two_ranks, {**llm, "speculative_config": config}, timeout=300
     )
     assert first == second
@@ -143,7 +144,7 @@ def test_ranks_with_other_clocks_draft_alike_ahead_of_the_host(
             # Ranks that part wait for each other.
             assert run.wait(300) == 0, log.read_text()[-5000:]
         except BaseException:
-            engine.kill_children(run)
+            processes.kill_children(run)
             run.kill()
             raise
     expected, texts, (first, second) = json.loads(output.read_text())

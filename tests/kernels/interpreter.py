@@ -1,12 +1,9 @@
-"""Triton's interpreter, for kernels that a machine without a GPU is to run.
-
-``TRITON_INTERPRET=1 python interpreter.py MODULE FILE`` saves a module's `outputs()`.
-"""
+"""Triton's interpreter, for kernels that a machine without a GPU is to run."""
 
 import importlib
+import multiprocessing
 import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,20 +12,27 @@ from typing import Any
 import numpy as np
 import torch
 
+# Of all modules: importing vLLM takes longer than most of their kernels.
+_process: list[ProcessPoolExecutor] = []
+
 
 def outputs_of(cases: ModuleType, folder: Path) -> Any:
     """What a module's `outputs()` gives under the interpreter, by way of a file."""
+    if not _process:
+        context = multiprocessing.get_context("spawn")
+        _process.append(ProcessPoolExecutor(1, context, _begin))
     output = folder / "outputs.pt"
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""}
-    run = subprocess.run(
-        [sys.executable, __file__, cases.__name__, output],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    _process[0].submit(_save, cases.__name__, output).result()
     return torch.load(output)
+
+
+def _begin() -> None:
+    os.environ.update(TRITON_INTERPRET="1", VLLM_PLUGINS="")
+    prepare()
+
+
+def _save(cases: str, output: Path) -> None:
+    torch.save(importlib.import_module(cases).outputs(), output)
 
 
 def prepare() -> None:
@@ -108,8 +112,3 @@ def _mend() -> None:
     builder_cls.create_dot = create_dot
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
-
-
-if __name__ == "__main__":
-    prepare()
-    torch.save(importlib.import_module(sys.argv[1]).outputs(), sys.argv[2])

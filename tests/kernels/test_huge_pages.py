@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import tiny_llama
 from vllm_specinfer.kernels.cpu import huge_pages
@@ -93,7 +94,7 @@ def test_the_kv_cache_of_an_engine_lies_in_them(tmp_path):
         "enforce_eager": True,
         "speculative_config": {"method": "specinfer", "model": "ngram"},
     }
-    flags = engine.call(flags_of_kv_cache, llm)
+    flags = processes.call(flags_of_kv_cache, llm)
     assert flags and all("hg" in flags_of_layer for flags_of_layer in flags)
 
 

@@ -47,12 +47,16 @@ def compare(found: list[dict], references: list[dict]) -> None:
             )
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_registering_again_changes_nothing(monkeypatch) -> None:
+    from vllm.triton_utils import dispatcher
     from vllm.v1.worker.gpu import input_batch
 
     kernel = input_batch._post_update_kernel
+    looked_through = []
+    monkeypatch.setattr(dispatcher, "_rebind_kernels", looked_through.append)
     cpu_v2.enable_in_worker()
     assert input_batch._post_update_kernel is kernel
+    assert not looked_through
 
 
 def test_a_kernel_that_vllm_lacks_is_named_with_the_version() -> None:

@@ -82,6 +82,8 @@ def register(
         for short, implementation in replacements.items()
         if short not in _registered
     }
+    if not missing:
+        return  # vLLM would look through all modules
     for name in missing:
         _require(name)
     with _without_llvmlite():
