@@ -151,9 +151,10 @@ def _label(logprobs: Any) -> np.ndarray:
 
 def _engine_dtype(target: str) -> str:
     """For vLLM: float32 where the checkpoint's own dtype may be slow."""
-    slow = fast_dtype(training_device()) == torch.float32
-    config = AutoConfig.from_pretrained(target)
-    return "float32" if slow and not hasattr(config, "quantization_config") else "auto"
+    if fast_dtype(training_device()) != torch.float32:
+        return "auto"
+    quantized = hasattr(AutoConfig.from_pretrained(target), "quantization_config")
+    return "auto" if quantized else "float32"
 
 
 def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sample]:
