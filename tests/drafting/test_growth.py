@@ -1,5 +1,7 @@
 """Grown trees are the N likeliest nodes of what the SSM proposed."""
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +21,12 @@ PLENTY = np.array([1000])
 
 def ssm(path, seed=0):
     """Log-probabilities of a toy SSM that depends on the whole path."""
-    rng = np.random.default_rng([seed, len(path), *path])
+    return logprobs_by((seed, len(path), *path))
+
+
+@lru_cache(maxsize=100_000)
+def logprobs_by(seeds):
+    rng = np.random.default_rng(seeds)
     logits = rng.normal(size=VOCAB) * 2
     return logits - np.log(np.exp(logits).sum())
 

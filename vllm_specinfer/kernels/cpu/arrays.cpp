@@ -3,11 +3,10 @@
 // Legend: R requests, C candidates per request, F frontier nodes of one level over all
 // requests, K children of each, N nodes of a tree, W 64-bit words per bit row.
 #pragma once
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "candidates.cpp"
 #include "coupled.cpp"
