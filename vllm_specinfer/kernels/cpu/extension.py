@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _NAME = "specinfer_cpu"
 _SOURCES = Path(__file__).parent
 # Compiled side by side; each includes the sources that it binds.
-_UNITS = ("attention_bindings.cpp", "bindings.cpp", "linear_bindings.cpp")
+_UNITS = sorted(_SOURCES.glob("*bindings.cpp"))
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -89,14 +89,13 @@ def _build(path: Path) -> None:
             "-c",
         ]
         logger.info("Building the C++ kernels of specinfer: %s", " ".join(compile_unit))
-        objects = [str(Path(folder, unit).with_suffix(".o")) for unit in _UNITS]
-        list(
-            threads.map(
-                lambda unit, made: _run(*compile_unit, str(_SOURCES / unit), "-o", made),
-                _UNITS,
-                objects,
-            )
+        objects = [f"{folder}/{unit.stem}.o" for unit in _UNITS]
+        compiled = threads.map(
+            lambda unit, made: _run(*compile_unit, str(unit), "-o", made),
+            _UNITS,
+            objects,
         )
+        list(compiled)
         output = Path(folder, path.name)
         _run(
             *compiler,
