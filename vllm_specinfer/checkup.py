@@ -17,6 +17,7 @@ from vllm_specinfer.seams import VllmSource
 
 ENTRY_POINT = "specinfer"
 NUM_TOKENS = 5
+KV_BYTES = 16 << 20
 
 
 def check(runs: bool) -> int:
@@ -169,6 +170,7 @@ def _run() -> Iterator[str]:
                 max_model_len=64,
                 max_num_seqs=1,
                 enforce_eager=True,
+                kv_cache_memory_bytes=KV_BYTES,
                 speculative_config=speculative,
             )
             prompt = {"prompt_token_ids": [1, 2, 3]}

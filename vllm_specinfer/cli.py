@@ -130,7 +130,7 @@ def _tune(args: argparse.Namespace) -> int:
         # Its memory must be free for training. A fork could not use CUDA, which torch
         # has just asked for GPUs.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        engines.stay_small_and_quiet()
+        engines.stay_quiet()
     else:
         # A process of its own would wait busily, on one of maybe two cores.
         engines.stay_in_process()

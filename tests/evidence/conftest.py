@@ -10,9 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, add_tokenizer, noisy_copy, tiny_llama
 
-ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "kv_cache_memory_bytes": KV_BYTES,
+}
 
 
 @pytest.fixture(scope="package")

@@ -121,6 +121,24 @@ def test_interrupted_commands_say_so(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("space", "engine", "size"),
+    [
+        ("", {}, 1 << 30),
+        ("", {"kv_cache_memory_bytes": 5}, 5),
+        # vLLM's to read.
+        ("2", {}, None),
+    ],
+)
+def test_the_kv_cache_has_a_gib_where_nobody_says_otherwise(
+    monkeypatch, space, engine, size
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    monkeypatch.setattr("vllm.LLM", dict)
+    started = start_engine("model", 100, 1, None, engine)
+    assert started.get("kv_cache_memory_bytes") == size
+
+
+@pytest.mark.parametrize(
     ("engine", "reason"),
     [
         ({"dtyp": "float32"}, "arguments of vllm.LLM; got dtyp"),

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.bench import BenchSettings
@@ -112,7 +113,7 @@ def test_the_tables_hold_what_the_engines_did(tables):
     (row,) = tables["memory"]
     assert int(row["nodes"]) == 16
     assert -32 < float(row["MiB more than plain"]) < 200
-    assert float(row["MiB of K/V"]) == pytest.approx(1024, rel=0.05)
+    assert float(row["MiB of K/V"]) == pytest.approx(KV_BYTES >> 20, rel=0.05)
     # Each path has K and V of its own.
     small, large = tables["treeattn"]
     # 9 rows below each other in pairs: leaves at depth 2, 2, 2, 3, 3.

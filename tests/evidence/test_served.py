@@ -18,7 +18,7 @@ PROMPTS = 6
 
 
 def test_a_server_answers_all_prompts(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     settings = BenchSettings(
         tiny["target"],
         configs={},

@@ -62,7 +62,7 @@ def command(target, out, **changes):
         "batch-size": 8,
         "validation": 0.2,
         "learning-rate": 3e-3,
-        "engine": '{"enforce_eager": true}',
+        "engine": '{"enforce_eager": true, "kv_cache_memory_bytes": 134217728}',
         **changes,
     }
     given = {name: value for name, value in options.items() if value is not None}
@@ -71,7 +71,6 @@ def command(target, out, **changes):
 
 def run(arguments, **kwargs):
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -15,16 +15,25 @@ from typing import Any
 ROOM_FOR_DRAFTS = 64
 
 
-def stay_small_and_quiet() -> None:
-    """Have vLLM start the next engines with 1 GiB of K/V and log errors only."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+def stay_quiet() -> None:
+    """Have vLLM log errors only."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def stay_in_process() -> None:
-    """As `stay_small_and_quiet`, in this process."""
+    """Have vLLM start the next engines in this process and log errors only."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    stay_small_and_quiet()
+    stay_quiet()
+
+
+def cpu_kv_cache() -> dict[str, int]:
+    """The argument of `vllm.LLM` for a KV cache of 1 GiB; on a CPU only, and only where
+    `VLLM_CPU_KVCACHE_SPACE`, which vLLM has go before the argument, does not say it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return {}
+    return {"kv_cache_memory_bytes": 1 << 30}
 
 
 def check_arguments(engine: dict[str, Any]) -> None:
@@ -73,6 +82,7 @@ def start_engine(
         "max_num_seqs": max_num_seqs,
         "disable_log_stats": False,
         "speculative_config": config,
+        **cpu_kv_cache(),
     }
     if current_platform.is_cuda():
         space = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))

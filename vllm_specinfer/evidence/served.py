@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from vllm_specinfer.evidence.bench import BenchSettings, circumstances, load_prompts
-from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS
+from vllm_specinfer.evidence.engines import ROOM_FOR_DRAFTS, cpu_kv_cache
 from vllm_specinfer.evidence.measured import PLAIN, Cell
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.results import write_json
@@ -121,6 +121,7 @@ def _server(
         "max_model_len": longest + settings.max_tokens + ROOM_FOR_DRAFTS,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
+        **cpu_kv_cache(),
         **settings.engine,
     }
     if config is not None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from vllm_specinfer.evidence.engines import cpu_kv_cache
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import Training, open_folder
@@ -182,6 +183,7 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         "max_model_len": longest + settings.max_tokens,
         "max_num_seqs": min(64, len(left)),
         "seed": settings.seed,
+        **cpu_kv_cache(),
     }
     llm = LLM(settings.target, **{**arguments, **settings.engine})
     params = SamplingParams(

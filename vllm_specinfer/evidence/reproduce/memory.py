@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_specinfer.evidence.engines import in_a_process, runner_of
+from vllm_specinfer.evidence.engines import cpu_kv_cache, in_a_process, runner_of
 
 MIB = 1 << 20
 MAX_TOKENS = 16
@@ -73,6 +73,7 @@ def _measure(
             "max_num_seqs": batch,
             "enforce_eager": True,
             "speculative_config": config,
+            **cpu_kv_cache(),
             **engine,
         }
     )
