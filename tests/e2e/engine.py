@@ -12,6 +12,7 @@ import gc
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -132,6 +133,16 @@ def _frozen_modules() -> Iterator[None]:
     gc.freeze()
     nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
     with mock.patch.multiple(gc, **nothing):
+        yield
+
+
+@contextlib.contextmanager
+def sleeping_readers() -> Iterator[None]:
+    """Processes that wait for each other leave the cores to those that work."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    sleep = functools.partial(time.sleep, 1e-3)
+    with mock.patch.object(shm_broadcast, "sched_yield", sleep):
         yield
 
 

@@ -52,7 +52,11 @@ def main() -> None:
     (plain,) = engine._run_jobs([{"llm": llm, "plain_v2": True, **job}])
     config = {"method": "specinfer", "ssms": [ssm, "suffix"]}
     config |= {"tree": TREE, "num_speculative_tokens": 7}
-    with cuda_path(worker=InterpretedRank), engine._scheduling(True):
+    with (
+        cuda_path(worker=InterpretedRank),
+        engine._scheduling(True),
+        engine.sleeping_readers(),
+    ):
         two = Engine(
             tensor_parallel_size=2,
             distributed_executor_backend="mp",

@@ -1,10 +1,13 @@
 """Two ranks: the text is that of one, and both ranks verify and draft the same."""
 
+import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -43,22 +46,29 @@ def on_two_ranks(
 ) -> tuple[list[list[int]], list[tuple[str, ...]], Measured]:
     """The texts, each rank's state after them, and what is measured afterwards."""
     from vllm import LLM, SamplingParams
+    from vllm.v1.executor import multiproc_executor
 
-    two = LLM(
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        disable_log_stats=False,
-        **llm,
-    )
-    outputs = two.generate(
-        [{"prompt_token_ids": ids} for ids in PROMPTS],
-        [SamplingParams(detokenize=False, **params) for params in PARAMS],
-        use_tqdm=False,
-    )
-    states = two.collective_rpc(state_of)
-    config = {METHOD: llm["speculative_config"]}
-    settings = BenchSettings("", config, [""], batches=[2], max_tokens=16)
-    ((_, measured),) = measure(settings, {METHOD: two}, {"": PROMPTS}, "")
+    # On a CPU vLLM has every rank import vLLM.
+    forks = functools.partial(multiprocessing.get_context, "fork")
+    with (
+        mock.patch.object(multiproc_executor, "get_mp_context", forks),
+        engine.sleeping_readers(),
+    ):
+        two = LLM(
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            disable_log_stats=False,
+            **llm,
+        )
+        outputs = two.generate(
+            [{"prompt_token_ids": ids} for ids in PROMPTS],
+            [SamplingParams(detokenize=False, **params) for params in PARAMS],
+            use_tqdm=False,
+        )
+        states = two.collective_rpc(state_of)
+        config = {METHOD: llm["speculative_config"]}
+        settings = BenchSettings("", config, [""], batches=[2], max_tokens=16)
+        ((_, measured),) = measure(settings, {METHOD: two}, {"": PROMPTS}, "")
     texts = [list(o.outputs[0].token_ids) for o in outputs]
     return texts, states, measured[METHOD]
 
