@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -143,6 +144,21 @@ def sleeping_readers() -> Iterator[None]:
 
     sleep = functools.partial(time.sleep, 1e-3)
     with mock.patch.object(shm_broadcast, "sched_yield", sleep):
+        yield
+
+
+@contextlib.contextmanager
+def forked_processes() -> Iterator[None]:
+    """Engine cores and ranks fork from this process: none has to import vLLM."""
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    forks = functools.partial(multiprocessing.get_context, "fork")
+    with (
+        mock.patch.object(utils, "get_mp_context", forks),
+        mock.patch.object(multiproc_executor, "get_mp_context", forks),
+        sleeping_readers(),
+    ):
         yield
 
 

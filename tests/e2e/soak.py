@@ -234,16 +234,28 @@ class Soak:
     memory: MemoryWatch = field(default_factory=MemoryWatch)
     target: int = 0
 
-    async def run(self, seconds: float) -> None:
-        """Rounds of traffic; AssertionError tells what went wrong."""
+    @property
+    def interruptions(self) -> int:
+        """Resets and sleeps so far."""
+        return self.counts["resets"] + self.counts["sleeps"]
+
+    async def run(self, seconds: float, interruptions: int = 0) -> None:
+        """Rounds of traffic; AssertionError tells what went wrong.
+
+        Args:
+            seconds: So long, in whole rounds.
+            interruptions: Up to four times as long, until there were so many.
+        """
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             base_url=self.server.address, timeout=TIMEOUT_SECONDS, limits=limits
         ) as http:
             self.http, self.sleeping = http, asyncio.Lock()
-            deadline = time.monotonic() + seconds
-            while (now := time.monotonic()) < deadline:
-                until = min(now + ROUND_SECONDS, deadline)
+            start = time.monotonic()
+            while (passed := time.monotonic() - start) < seconds or (
+                self.interruptions < interruptions and passed < 4 * seconds
+            ):
+                until = start + passed + ROUND_SECONDS
                 await asyncio.gather(
                     *(self.client(i, until) for i in range(NUM_CLIENTS))
                 )

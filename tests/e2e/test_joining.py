@@ -87,7 +87,8 @@ async def _sessions(job: dict) -> list[list[list[int]]]:
 
 
 def _all_sessions(jobs: list[dict]) -> list[list[list[list[int]]]]:
-    return [asyncio.run(_sessions(job)) for job in jobs]
+    with engine.forked_processes():
+        return [asyncio.run(_sessions(job)) for job in jobs]
 
 
 def test_sessions_go_on_where_an_answer_has_ended_inside_a_path(models):

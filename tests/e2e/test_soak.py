@@ -21,9 +21,9 @@ def test_mixed_traffic_gets_the_texts_of_plain_decoding(models, tmp_path):
     expected = soak.references(models, requests)
     with soak.start(models, tmp_path, "static") as server:
         traffic = soak.Soak(server, models, requests, expected, seed=1)
-        asyncio.run(traffic.run(SECONDS))
+        asyncio.run(traffic.run(SECONDS, interruptions=3))
         a_disconnect_gives_the_blocks_back(server)
-    assert traffic.counts["resets"] + traffic.counts["sleeps"] > 2
+    assert traffic.interruptions > 2
 
 
 def a_long_request(**more) -> dict:

@@ -1,13 +1,10 @@
 """Two ranks: the text is that of one, and both ranks verify and draft the same."""
 
-import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
@@ -46,14 +43,8 @@ def on_two_ranks(
 ) -> tuple[list[list[int]], list[tuple[str, ...]], Measured]:
     """The texts, each rank's state after them, and what is measured afterwards."""
     from vllm import LLM, SamplingParams
-    from vllm.v1.executor import multiproc_executor
 
-    # On a CPU vLLM has every rank import vLLM.
-    forks = functools.partial(multiprocessing.get_context, "fork")
-    with (
-        mock.patch.object(multiproc_executor, "get_mp_context", forks),
-        engine.sleeping_readers(),
-    ):
+    with engine.forked_processes():
         two = LLM(
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
