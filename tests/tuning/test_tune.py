@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
@@ -35,6 +36,7 @@ from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import PoolSettings, open_folder
 
 NUM_PROMPTS = 40
+ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": KV_BYTES}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def command(target, out, **changes):
         "batch-size": 8,
         "validation": 0.2,
         "learning-rate": 3e-3,
-        "engine": '{"enforce_eager": true, "kv_cache_memory_bytes": 134217728}',
+        "engine": json.dumps(ENGINE),
         **changes,
     }
     given = {name: value for name, value in options.items() if value is not None}

@@ -37,7 +37,7 @@ _FLAGS = (
 def load() -> ModuleType | None:
     """The compiled kernels, or None where no C++ compiler can build them.
 
-    The first call on a machine compiles for 15 to 30 seconds. A build is written
+    The first call on a machine compiles for half a minute or so. A build is written
     under a temporary name and renamed, so processes that build at once do not meet
     and one that is killed leaves nothing that others would wait for.
     """
