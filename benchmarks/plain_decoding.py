@@ -10,22 +10,23 @@ read the CPU time a step instead, with one thread (``VLLM_CPU_OMP_THREADS_BIND=0
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
+
+from vllm_specinfer.evidence.engines import in_a_process
 
 PROMPT_TOKENS = 64
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, mode: str, batch: int, runner: str
+) -> dict[str, Any]:
     """Decode in this process; the second and later passes are timed."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     kwargs: dict[str, Any] = {}
-    if args.runner == "v2":
+    if runner == "v2":
         from vllm_specinfer.hooks import cpu_v2
 
         cpu_v2.enable_in_frontend()
@@ -34,9 +35,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     llm = LLM(
         args.model,
-        enforce_eager=args.mode == "eager",
+        enforce_eager=mode == "eager",
         max_model_len=PROMPT_TOKENS + args.tokens + 32,
-        max_num_seqs=args.batch,
+        max_num_seqs=batch,
         enable_prefix_caching=False,
         **kwargs,
     )
@@ -46,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     vocab = llm.get_tokenizer().vocab_size
     prompts = [
         {"prompt_token_ids": [(i * 7919 + j * 104729) % vocab for j in range(64)]}
-        for i in range(args.batch)
+        for i in range(batch)
     ]
     rates = []
     cpu_ms = []
@@ -56,36 +57,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         elapsed = time.perf_counter() - start
         cpu_ms.append((time.process_time() - cpu_start) * 1e3 / args.tokens)
-        rates.append(args.batch * args.tokens / elapsed)
+        rates.append(batch * args.tokens / elapsed)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
     return {
         "tokens_per_s": statistics.median(rates[1:]),
         "cpu_ms": statistics.median(cpu_ms[1:]),
         "tokens": tokens,
     }
-
-
-def measure_in_subprocess(
-    args: argparse.Namespace, mode: str, batch: int, runner: str
-) -> dict[str, Any]:
-    """Run ``measure`` in a fresh process and read its last line."""
-    command = [sys.executable, __file__, "--model", args.model, "--measure"]
-    for option, value in (
-        ("--runner", runner),
-        ("--mode", mode),
-        ("--batch", batch),
-        ("--tokens", args.tokens),
-        ("--passes", args.passes),
-        ("--temperature", args.temperature),
-    ):
-        command += [option, str(value)]
-    environment = {k: v for k, v in os.environ.items() if "V2_MODEL_RUNNER" not in k}
-    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if run.returncode != 0:
-        raise RuntimeError(run.stderr[-3000:])
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 def parse() -> argparse.Namespace:
@@ -97,18 +75,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=3, help="timed per process")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--runner", help=argparse.SUPPRESS)
-    parser.add_argument("--mode", help=argparse.SUPPRESS)
-    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    if args.measure:
-        print(json.dumps(measure(args)))
-        return
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if args.model is None:
         from vllm_specinfer import assets
 
@@ -122,7 +96,7 @@ def main() -> None:
             for repeat in range(args.repeats):
                 order = ("v1", "v2") if repeat % 2 == 0 else ("v2", "v1")
                 for runner in order:
-                    result = measure_in_subprocess(args, mode, batch, runner)
+                    result = in_a_process(measure, args, mode, batch, runner)
                     rates[runner].append(result["tokens_per_s"])
                     cpu[runner].append(result["cpu_ms"])
                     texts[runner] = result["tokens"]

@@ -4,11 +4,18 @@ Importing it takes longer than most engines run.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
-from collections.abc import Callable
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -55,6 +62,45 @@ def call(function: Callable, argument: Any, timeout: float = 1200, **env: str) -
         raise
 
 
+def start(
+    main: Callable[[], int | None],
+    arguments: Iterable[object],
+    output: Path,
+    **env: str,
+) -> ForkServerProcess:
+    """Start a program in a session of its own; its engine cores and ranks fork, too.
+
+    Args:
+        main: Of a module; it reads `sys.argv` and may return its exit code.
+        arguments: Of its command line.
+        output: A file for what it writes, also to stderr.
+        env: More of the environment. What is read when torch or vLLM are imported
+            must be in this process's environment.
+    """
+    program = (main, [*map(str, arguments)], output, os.environ | env)
+    process = _context().Process(target=_run, args=program)
+    process.start()
+    return process
+
+
+def run(
+    main: Callable[[], int | None],
+    arguments: Iterable[object],
+    output: Path,
+    timeout: float = 600,
+    **env: str,
+) -> str:
+    """What a program writes that must succeed; see `start`."""
+    process = start(main, arguments, output, **env)
+    try:
+        process.join(timeout)
+        assert process.exitcode == 0, output.read_text()[-5000:]
+    finally:
+        if process.is_alive():
+            os.killpg(process.pid, signal.SIGKILL)
+    return output.read_text()
+
+
 def kill_children(process: psutil.Process) -> None:
     """Kill what a process has started, and what that has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -64,15 +110,57 @@ def kill_children(process: psutil.Process) -> None:
 
 
 def _process(env: dict[str, str]) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     return ProcessPoolExecutor(
         1,
-        context,
+        _context(),
         _set_environment,
         ({**ENV, **env},),
         max_tasks_per_child=CALLS_PER_PROCESS,
     )
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _run(
+    main: Callable[[], int | None],
+    arguments: list[str],
+    output: Path,
+    environment: dict[str, str],
+) -> None:
+    os.setsid()
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [main.__module__, *arguments]
+    with forked_processes():
+        sys.exit(main())
+
+
+@contextlib.contextmanager
+def sleeping_readers() -> Iterator[None]:
+    """Processes that wait for each other leave the cores to those that work."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    sleep = functools.partial(time.sleep, 1e-3)
+    with mock.patch.object(shm_broadcast, "sched_yield", sleep):
+        yield
+
+
+@contextlib.contextmanager
+def forked_processes() -> Iterator[None]:
+    """What would be spawned, engine cores and ranks, forks: none imports vLLM again."""
+    context = multiprocessing.get_context("fork")
+    with (
+        mock.patch.object(multiprocessing, "get_context", lambda method=None: context),
+        sleeping_readers(),
+    ):
+        yield
 
 
 def _set_environment(env: dict[str, str]) -> None:

@@ -13,6 +13,18 @@ from vllm_specinfer import refusals
 from vllm_specinfer.hooks import speculative_config
 
 pytestmark = pytest.mark.usefixtures("v2_undone")
+# Of each worker, in a fork of its own, what it imports of another one's.
+IMPORTS = """
+import importlib, os, sys
+import vllm.v1.worker.cpu.shm, vllm.entrypoints.llm
+for own, attention, others in eval(sys.argv[1]):
+    if os.fork() == 0:
+        for name in (f"{own}_worker", "speculator", f"attention.{attention}"):
+            importlib.import_module(f"vllm_specinfer.{name}")
+        found = [name for name in sys.modules if name.startswith(others)]
+        sys.exit(f"{own}: {found}" if found else 0)
+    assert os.wait()[1] == 0, own
+"""
 
 
 @pytest.fixture
@@ -212,28 +224,16 @@ def test_the_worker_refuses_a_config_without_tree_attention(backend, sentence):
 
 
 def test_a_worker_imports_nothing_of_the_other_device():
-    code = (
-        "import sys\n"
-        "import vllm.v1.worker.cpu.shm\n"
-        "import vllm_specinfer.{own}_worker, vllm_specinfer.speculator\n"
-        "import vllm_specinfer.attention.{attention}\n"
-        "found = [m for m in sys.modules if m.startswith({others})]\n"
-        "assert not found, found\n"
-    )
     of_cpu = ("vllm_specinfer.kernels.cpu", "vllm_specinfer.cpu_worker")
     of_cpu += ("vllm_specinfer.attention.cpu", "vllm_specinfer.hooks.cpu_v2")
     of_cpu += ("vllm_specinfer.commit.compaction",)
     of_cuda = ("vllm_specinfer.kernels.triton", "vllm_specinfer.gpu_worker")
     of_cuda += ("vllm_specinfer.attention.cuda",)
-    for own, attention, others in (("gpu", "cuda", of_cpu), ("cpu", "cpu", of_cuda)):
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                code.format(own=own, attention=attention, others=others),
-            ],
-            env=os.environ | {"VLLM_PLUGINS": ""},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, (own, run.stderr[-2000:])
+    sides = repr([("gpu", "cuda", of_cpu), ("cpu", "cpu", of_cuda)])
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS, sides],
+        env=os.environ | {"VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]

@@ -6,7 +6,7 @@ going through `vllm_specinfer.device`: on a GPU these would lie in the host's me
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class DeviceGuard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         caller = _caller()
-        tensors = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         on_device = [t for t in tensors if t not in self._on_host]
         asks = func in READS or _asks_for_shapes(func, args)
         reads = asks and on_device and _is_package(caller)
@@ -181,6 +181,14 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
             )
         with guard:
             yield guard
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 def _asks_for_shapes(func: Callable, args: tuple) -> bool:

@@ -11,9 +11,7 @@ import functools
 import gc
 import json
 import math
-import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -134,31 +132,6 @@ def _frozen_modules() -> Iterator[None]:
     gc.freeze()
     nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
     with mock.patch.multiple(gc, **nothing):
-        yield
-
-
-@contextlib.contextmanager
-def sleeping_readers() -> Iterator[None]:
-    """Processes that wait for each other leave the cores to those that work."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    sleep = functools.partial(time.sleep, 1e-3)
-    with mock.patch.object(shm_broadcast, "sched_yield", sleep):
-        yield
-
-
-@contextlib.contextmanager
-def forked_processes() -> Iterator[None]:
-    """Engine cores and ranks fork from this process: none has to import vLLM."""
-    from vllm.v1.engine import utils
-    from vllm.v1.executor import multiproc_executor
-
-    forks = functools.partial(multiprocessing.get_context, "fork")
-    with (
-        mock.patch.object(utils, "get_mp_context", forks),
-        mock.patch.object(multiproc_executor, "get_mp_context", forks),
-        sleeping_readers(),
-    ):
         yield
 
 

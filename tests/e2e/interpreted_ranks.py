@@ -55,7 +55,7 @@ def main() -> None:
     with (
         cuda_path(worker=InterpretedRank),
         engine._scheduling(True),
-        engine.sleeping_readers(),
+        processes.sleeping_readers(),
     ):
         two = Engine(
             tensor_parallel_size=2,

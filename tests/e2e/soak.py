@@ -194,7 +194,7 @@ def references(models: Models, requests: list[Request]) -> list[list[list[Answer
     return found
 
 
-def start(models: Models, folder: Path, scheduler: str):
+def start(models: Models, folder: Path, scheduler: str, forks: bool = False):
     """A server of the first target; use it with `with`."""
     loras = (f"lora{i}={path}" for i, path in enumerate(models.loras))
     specinfer = {
@@ -210,6 +210,7 @@ def start(models: Models, folder: Path, scheduler: str):
         speculative=specinfer,
         engine_args=LLM | SERVER,
         env={"VLLM_SERVER_DEV_MODE": "1", **NO_CACHE},
+        forks=forks,
     )
 
 

@@ -44,7 +44,7 @@ def on_two_ranks(
     """The texts, each rank's state after them, and what is measured afterwards."""
     from vllm import LLM, SamplingParams
 
-    with engine.forked_processes():
+    with processes.forked_processes():
         two = LLM(
             tensor_parallel_size=2,
             distributed_executor_backend="mp",

@@ -1,17 +1,16 @@
 """Tiny models and prompts that the commands can use."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, add_tokenizer, noisy_copy, tiny_llama
+from vllm_specinfer import cli
 
 ENGINE = {
     "dtype": "float32",
@@ -41,18 +40,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="package")
-def run_command(tiny: dict[str, str]) -> Callable[..., str]:
+def run_command(
+    tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
     """``run_command("bench", out=...)`` with tiny models and 12 prompts."""
 
     def run(command: str, *arguments: str, **options: object) -> str:
         given = (f"--{name}={value}" for name, value in {**tiny, **options}.items())
-        return subprocess.run(
-            [sys.executable, "-m", "vllm_specinfer.cli", command, *given, *arguments],
-            check=True,
-            timeout=600,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        ).stdout
+        output = tmp_path_factory.mktemp("output") / command
+        return processes.run(cli.main, [command, *given, *arguments], output)
 
     return run

@@ -1,12 +1,10 @@
 """The benchmarks that README.md names run, on tiny models."""
 
 import csv
-import json
 import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,34 +12,23 @@ from unittest import mock
 
 import pytest
 
+from tests import processes
 from tests.e2e import run_all
 
 ROOT = Path(__file__).parents[2]
-# One process for several: it takes long to import vLLM.
-PROGRAM = """
-import json, runpy, sys
-for file, arguments in json.load(sys.stdin):
-    print("##", flush=True)
-    sys.argv = [file, *arguments]
-    try:
-        runpy.run_path(file, run_name="__main__")
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-"""
 
 
-def run(*scripts: tuple[str, list[str]]) -> list[str]:
-    """What each script prints, given its name and arguments."""
-    shown = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps([[str(ROOT / "benchmarks" / n), a] for n, a in scripts]),
-        check=True,
-        timeout=600,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-    ).stdout
-    return shown.split("##\n")[1:]
+def run_script() -> None:
+    """The script that is this process's first argument."""
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def run(tmp_path: Path, name: str, *arguments: str) -> str:
+    """What a script prints."""
+    arguments = (ROOT / "benchmarks" / name, *arguments)
+    little = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    return processes.run(run_script, arguments, tmp_path / "output", **little)
 
 
 def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_path):
@@ -57,12 +44,9 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     profile = ["--ssm", ssm, "--data", tiny["prompts"], "--prompts", 3, "--eager"]
     profile += ["--max-tokens", 24, "--scheduler", "static"]
     common = ["--target", target]
-    pressed, _, profiled = run(
-        ("memory_pressure.py", [*common, "--ssm", ssm, *pressure]),
-        ("load.py", [*common, *map(str, load)]),
-        # The last one: it watches functions of the package.
-        ("step_profile.py", [*common, *map(str, profile)]),
-    )
+    pressed = run(tmp_path, "memory_pressure.py", *common, "--ssm", ssm, *pressure)
+    run(tmp_path, "load.py", *common, *map(str, load))
+    profiled = run(tmp_path, "step_profile.py", *common, *map(str, profile))
     turns = re.findall(r"turn 0, slots (.+): [\d.]+ tokens/s, 0 preemptions, ", pressed)
     assert turns == ["kept", "given up"]
     with (tmp_path / "load" / "table.csv").open(newline="") as lines:
@@ -86,11 +70,11 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     assert min(float(parts[name]) for name in parts if name != "policy") > 0
 
 
-def test_plain_decoding_on_both_runners_is_measured(tiny):
+def test_plain_decoding_on_both_runners_is_measured(tiny, tmp_path):
     sizes = "--modes eager --batches 1 --repeats 1 --passes 1 --tokens 8"
     arguments = ["--model", tiny["target"], *sizes.split()]
-    (shown,) = run(("plain_decoding.py", arguments))
-    title, row = shown.splitlines()
+    shown = run(tmp_path, "plain_decoding.py", *arguments)
+    title, row = re.findall("^(?:mode|eager) .*$", shown, re.MULTILINE)
     assert title.split()[-2:] == ["same", "text"]
     mode, batch, v1, v2, ratio, *_, same = row.split()
     assert (mode, batch, same) == ("eager", "1", "True")

@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
+from tests import processes
 from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer import cli
@@ -27,10 +26,6 @@ from vllm_specinfer.evidence.reproduce.table1 import hit_rates
 from vllm_specinfer.evidence.reproduce.treeattn import Sides
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.tree.token_tree import ROOT
-
-# One process for all tables: it takes long to import vLLM.
-PROGRAM = "import json, sys; from vllm_specinfer import cli\n"
-PROGRAM += "for a in json.load(sys.stdin): sys.argv[1:] = a; assert cli.main(a) == 0"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,6 @@ def tables(tiny: dict[str, str], tmp_path_factory) -> dict[str, list[dict[str, s
     shutil.copytree(tiny["ssm"], pool / "ssm")
     (pool / "manifest.json").write_text('{"ssms": [{"model": "ssm"}]}')
     commands = {
-        # Before an engine has chosen its runner for this process and its children.
         "memory": [*engine, *one, "--nodes", "16", "--batches", "2"],
         "table1": [*answers, *one, "--most", "3", "--temperatures", "0"],
         "table2": [*answers, *one, "--widths", "1", "3", "--temperatures", "0"],
@@ -57,21 +51,10 @@ def tables(tiny: dict[str, str], tmp_path_factory) -> dict[str, list[dict[str, s
         "scheduler": [*answers, *one, "--tree", "3,2,1"],
         "treeattn": ["--nodes", "8", "70", "--batches", "1", "--seconds", "0"],
     }
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        input=json.dumps(
-            [
-                ["reproduce", name, "--out", str(out / name), *arguments]
-                for name, arguments in commands.items()
-            ]
-        ),
-        check=True,
-        timeout=600,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
     rows = {}
-    for name in commands:
+    for name, arguments in commands.items():
+        arguments = ["reproduce", name, "--out", out / name, *arguments]
+        processes.run(cli.main, arguments, out / "output")
         with (out / name / f"{name}.csv").open(newline="") as lines:
             rows[name] = list(csv.DictReader(lines))
         shown = (out / name / f"{name}.md").read_text().splitlines()

@@ -1,7 +1,4 @@
-"""Decode one fixed set of requests on a tiny random model with V1 or V2.
-
-Run as ``python plain_decoding.py v1|v2 MODEL OUTPUT.json``.
-"""
+"""Decode one fixed set of requests on a tiny random model with V1 or V2."""
 
 import json
 import os
@@ -128,6 +125,7 @@ def _logprobs(step: Any) -> list[list[float]]:
 
 
 def main() -> None:
+    """The program ``v1|v2 MODEL OUTPUT.json``."""
     runner, model, output = sys.argv[1:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     kwargs = {}
@@ -154,7 +152,3 @@ def main() -> None:
     results = _decode(llm, runner)
     results["runner"] = f"{runner_class.__module__}.{runner_class.__qualname__}"
     Path(output).write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

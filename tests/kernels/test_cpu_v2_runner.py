@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from unittest import mock
 
 import plain_decoding
 import pytest
+
+from tests import processes
 
 _ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -40,21 +40,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     decoded = {}
     for runner in ("v1", "v2"):
         output = folder / f"{runner}.json"
-        run = subprocess.run(
-            [
-                sys.executable,
-                plain_decoding.__file__,
-                runner,
-                folder / "model",
-                output,
-            ],
-            env={k: v for k, v in os.environ.items() if k != "VLLM_USE_V2_MODEL_RUNNER"}
-            | _ENV,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+        arguments = [runner, folder / "model", output]
+        with mock.patch.dict(os.environ):
+            os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+            processes.run(plain_decoding.main, arguments, folder / "log", **_ENV)
         decoded[runner] = json.loads(output.read_text())
     return decoded
 

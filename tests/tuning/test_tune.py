@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from tests import processes
 from tests.e2e.engine import KV_BYTES
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
 from vllm_specinfer import cli
@@ -71,32 +70,16 @@ def command(target, out, **changes):
     return ["tune", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def run(arguments, **kwargs):
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "vllm_specinfer.cli", *map(str, arguments)],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        **kwargs,
-    )
-
-
 def run_and_kill(arguments, out, checkpoints):
     """Kill the command once it has written such a checkpoint."""
-    process = run(arguments)
+    log = out.parent / "log"
+    process = processes.start(cli.main, arguments, log)
     deadline = time.time() + 300
     while not list(out.glob(f"{checkpoints}/checkpoint-*/trainer_state.json")):
-        assert process.poll() is None and time.time() < deadline, process.stdout.read()
+        assert process.is_alive() and time.time() < deadline, log.read_text()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
 
 
 def check_labels(samples, target):
@@ -130,9 +113,7 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     (out / SAMPLES_FILE).write_bytes(samples[:-20])
     weights = (out / "ssm0" / "model.safetensors").stat()
 
-    second = run(command(target, out))
-    log, _ = second.communicate(timeout=300)
-    assert second.returncode == 0, log
+    log = processes.run(cli.main, command(target, out), tmp_path / "log")
     assert "ssm in" in log
     assert (out / "ssm0" / "model.safetensors").stat().st_mtime == weights.st_mtime
     assert (out / SAMPLES_FILE).read_bytes() == samples
@@ -169,9 +150,7 @@ def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     run_and_kill(arguments, out, "checkpoints")
     states = (out / "states.bin").stat()
 
-    second = run(arguments)
-    log, _ = second.communicate(timeout=300)
-    assert second.returncode == 0, log
+    log = processes.run(cli.main, arguments, tmp_path / "log")
     assert "validation tokens hit first, by depth" in log
     assert states.st_size > 0 and not (out / "states.bin").exists()
     (source,) = parse_options({"model": str(out)}).sources
@@ -189,8 +168,7 @@ def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     tokens = json.loads((out / "head" / "draft_vocab.json").read_text())["tokens"]
     assert tokens == sorted(tokens) and len(tokens) <= 64
     # Done is done.
-    third = run(arguments)
-    assert third.wait(timeout=120) == 0
+    processes.run(cli.main, arguments, tmp_path / "log", timeout=120)
 
 
 def test_options_of_another_type_are_refused(target, tmp_path, capsys):
