@@ -1,8 +1,6 @@
 """Two ranks on CUDA's path, each a process on a CPU; see `tests/e2e/interpreted.py`.
 
 ``TRITON_INTERPRET=1 python -m tests.e2e.interpreted_ranks TARGET SSM OUTPUT.json``
-
-A rank's process reads this file before it imports vLLM.
 """
 
 import hashlib
@@ -13,8 +11,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import interpreter
-
-interpreter.prepare()
 
 
 def state_of(worker: object) -> dict:
@@ -34,6 +30,7 @@ def state_of(worker: object) -> dict:
 
 def main() -> None:
     """Decode on one rank without trees and on two with them."""
+    interpreter.prepare()
     from vllm import LLM as Engine
     from vllm import SamplingParams
 
@@ -53,10 +50,12 @@ def main() -> None:
     config = {"method": "specinfer", "ssms": [ssm, "suffix"]}
     config |= {"tree": TREE, "num_speculative_tokens": 7}
     with (
-        cuda_path(worker=InterpretedRank),
+        cuda_path(worker=InterpretedRank) as counts,
         engine._scheduling(True),
-        processes.sleeping_readers(),
+        processes.forked_processes(),
     ):
+        # Of which each fork goes on with a copy.
+        InterpretedRank.counts = counts
         two = Engine(
             tensor_parallel_size=2,
             distributed_executor_backend="mp",

@@ -6,7 +6,7 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,7 +25,6 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from tests.e2e.engine import _scheduling
 from tests.e2e.recorded_graphs import GRAPHS, recorded
 from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
 from vllm_specinfer.cpu_worker import SpecInferCPUWorker
@@ -117,23 +116,18 @@ class InterpretedWorker(SpecInferCPUWorker, StartsAsOnGPU):
 
 
 class InterpretedRank(InterpretedWorker):
-    """One rank of several, in a process of its own, by a clock of its own.
+    """One rank of several, in a fork of its own, by a clock of its own.
 
     Attributes:
         counts: What it has done.
     """
 
+    counts: "Counts"
     warm_ups = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._path = ExitStack()  # as long as the process lives
-        self.counts = self._path.enter_context(cuda_path())
-        # An SSM's config is checked here.
-        self._path.enter_context(_scheduling(asynchronous=True))
         seconds = random.Random(os.getpid()).random
-        self._path.enter_context(
-            mock.patch.object(Moment, "seconds_since", lambda *_: seconds())
-        )
+        Moment.seconds_since = lambda *_: seconds()  # as long as the process lives
         super().__init__(*args, **kwargs)
 
 
