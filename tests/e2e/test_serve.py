@@ -16,7 +16,7 @@ from vllm_specinfer.scheduling.step_stats import PHASES, REASONS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POOL = EXAMPLES / "pools" / "smollm2-135m"
-MAX_TOKENS = 64
+MAX_TOKENS = 48
 ABORTED = range(3, 32, 5)
 ARGS = {
     "dtype": "float32",
@@ -30,7 +30,7 @@ ARGS = {
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """32 chats of uneven length; every other one starts like its neighbour."""
-    texts = [text[:600] for text in assets.mtbench()[:32]]
+    texts = [text[:400] for text in assets.mtbench()[:32]]
     shared = texts[0] + texts[1]
     texts[1::2] = [shared + text for text in texts[1::2]]
     return assets.chat_token_ids(assets.smollm2(), texts)
