@@ -143,22 +143,18 @@ def _run(
 
 
 @contextlib.contextmanager
-def sleeping_readers() -> Iterator[None]:
-    """Processes that wait for each other leave the cores to those that work."""
+def forked_processes() -> Iterator[None]:
+    """What would be spawned, engine cores and ranks, forks: none imports vLLM again.
+
+    Those that wait for each other leave the cores to those that work.
+    """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    sleep = functools.partial(time.sleep, 1e-3)
-    with mock.patch.object(shm_broadcast, "sched_yield", sleep):
-        yield
-
-
-@contextlib.contextmanager
-def forked_processes() -> Iterator[None]:
-    """What would be spawned, engine cores and ranks, forks: none imports vLLM again."""
     context = multiprocessing.get_context("fork")
+    sleep = functools.partial(time.sleep, 1e-3)
     with (
         mock.patch.object(multiprocessing, "get_context", lambda method=None: context),
-        sleeping_readers(),
+        mock.patch.object(shm_broadcast, "sched_yield", sleep),
     ):
         yield
 
