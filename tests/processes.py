@@ -138,6 +138,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [main.__module__, *arguments]
+    hasten_starts()
     with forked_processes():
         sys.exit(main())
 
@@ -157,6 +158,19 @@ def forked_processes() -> Iterator[None]:
         mock.patch.object(shm_broadcast, "sched_yield", sleep),
     ):
         yield
+
+
+@functools.cache
+def hasten_starts() -> None:
+    """Of all engines of this process."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+    # vLLM looks at each architecture in a process of its own.
+    registry._run_in_subprocess = lambda inspect: inspect()
+    # With every engine it looks through all modules for kernels; once is enough.
+    override = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(override)
 
 
 def _set_environment(env: dict[str, str]) -> None:

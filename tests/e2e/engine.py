@@ -7,7 +7,6 @@ speculation counts.
 """
 
 import contextlib
-import functools
 import gc
 import json
 import math
@@ -209,23 +208,10 @@ def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
         yield found
 
 
-@functools.cache
-def _hasten_starts() -> None:
-    """Of all engines of this process."""
-    from vllm.model_executor.models import registry
-    from vllm.platforms.cpu import CpuPlatform
-
-    # vLLM looks at each architecture in a process of its own.
-    registry._run_in_subprocess = lambda inspect: inspect()
-    # With every engine it looks through all modules for kernels; once is enough.
-    override = functools.cache(CpuPlatform.register_triton_kernel_overrides)
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(override)
-
-
 def _generate(job: dict) -> dict:
     from vllm import LLM
 
-    _hasten_starts()
+    processes.hasten_starts()
     options = {"worker_cls": V2_WORKER} if job.get("plain_v2") else {}
     options |= {"kv_cache_memory_bytes": KV_BYTES, **job["llm"]}
     llm = LLM(disable_log_stats=False, **options)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import psutil
 
+from tests import processes
+from vllm_specinfer.evidence import engines
+
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -32,6 +35,28 @@ def test_a_process_ends_where_the_one_that_started_it_is_killed(tmp_path):
         assert not is_gone(child)
         parent.kill()
     within(30, lambda: is_gone(child))
+
+
+def threads_beside_numba(cores: int) -> int:
+    """How many torch has of two, after a loop in numba."""
+    engines.stay_in_process()
+    import numba
+    import torch
+
+    @numba.njit(parallel=True)
+    def total() -> int:
+        count = 0
+        for i in numba.prange(8):
+            count += i
+        return count
+
+    torch.set_num_threads(2)
+    assert cores == numba.config.NUMBA_NUM_THREADS and total() == 28
+    return torch.get_num_threads()
+
+
+def test_an_engine_that_looks_ngrams_up_leaves_the_others_their_threads():
+    assert processes.call(threads_beside_numba, 3, NUMBA_NUM_THREADS="3") == 2
 
 
 def is_gone(process: psutil.Process) -> bool:

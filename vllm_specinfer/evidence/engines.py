@@ -23,6 +23,9 @@ def stay_quiet() -> None:
 def stay_in_process() -> None:
     """Have vLLM start the next engines in this process and log errors only."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM looks n-grams up in numba, which asks OpenMP for as many threads as there are
+    # cores: so many torch would have from then on, in all engines.
+    os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
     stay_quiet()
 
 
