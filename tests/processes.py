@@ -96,9 +96,15 @@ def run(
         process.join(timeout)
         assert process.exitcode == 0, output.read_text()[-5000:]
     finally:
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
     return output.read_text()
+
+
+def kill(program: ForkServerProcess) -> None:
+    """Kill what `start` has started, and what that has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.join()
 
 
 def kill_children(process: psutil.Process) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -75,11 +74,12 @@ def run_and_kill(arguments, out, checkpoints):
     log = out.parent / "log"
     process = processes.start(cli.main, arguments, log)
     deadline = time.time() + 300
-    while not list(out.glob(f"{checkpoints}/checkpoint-*/trainer_state.json")):
-        assert process.is_alive() and time.time() < deadline, log.read_text()
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+    try:
+        while not list(out.glob(f"{checkpoints}/checkpoint-*/trainer_state.json")):
+            assert process.is_alive() and time.time() < deadline, log.read_text()
+            time.sleep(0.05)
+    finally:
+        processes.kill(process)
 
 
 def check_labels(samples, target):
