@@ -111,9 +111,8 @@ class DeviceGuard(TorchFunctionMode):
 
     def _mark(self, result: Any, caller: str) -> None:
         if caller != device.__file__:
-            for leaf in tree_leaves(result):
-                if torch.is_tensor(leaf):
-                    self._on_host[leaf] = True
+            for tensor in _tensors([result]):
+                self._on_host[tensor] = True
 
 
 @contextmanager
@@ -193,7 +192,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _asks_for_shapes(func: Callable, args: tuple) -> bool:
     if func in INDEXING:
-        masks = [x for x in tree_leaves(args[1]) if torch.is_tensor(x)]
+        masks = _tensors(args[1:2])
         return any(mask.dtype == torch.bool and mask.dim() for mask in masks)
     if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
         return torch.is_tensor(args[-1])

