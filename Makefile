@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml Makefile
 	# CUDA builds of these break transformers beside a CPU torch; text models need none.
 	$(VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	# On all cores, which pip does not; some packages hold templates that are no Python.
-	$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib vllm_specinfer tests || true
 	touch $@
 
 demo: $(STAMP)

@@ -89,6 +89,7 @@ def _mend() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = known_dtype
+    _share_shapes(tl)
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
@@ -116,3 +117,26 @@ def _mend() -> None:
     builder_cls.create_dot = create_dot
     # libdevice is a CUDA library.
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
+
+
+def _share_shapes(tl: ModuleType) -> None:
+    """Checks and wraps a shape once, where Triton does it for every value of a kernel:
+    a quarter of the time that it takes to interpret one."""
+    of_type, of_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types, tensors = {}, {}
+
+    def begin_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in types:
+            of_type(self, element_ty, shape)
+            types[key] = vars(self)
+        vars(self).update(types[key], element_ty=element_ty)
+
+    def begin_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            of_tensor(self, handle, type)
+            tensors[type.name] = {"shape": self.shape, "numel": self.numel}
+        known = tensors[type.name]
+        vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
+
+    tl.block_type.__init__, tl.tensor.__init__ = begin_type, begin_tensor
