@@ -89,6 +89,8 @@ class TreeWorker(Worker):
         super().init_device()
         runner = self.model_runner
         self._let_groups_know()
+        if not is_host(self.device):
+            self._profile_verification()
         runner.speculator = TreeSpeculator(
             self.vllm_config, self.device, runner.req_states, self._capture_any_rows
         )
@@ -113,6 +115,26 @@ class TreeWorker(Worker):
             initialize(config, *args, **kwargs)
 
         self.model_runner.initialize_kv_cache = with_shared
+
+    def _profile_verification(self) -> None:
+        """Let vLLM's profile of memory see as many rows of logits as a step may have.
+
+        Its own has one per request; a step of full trees, of the warm-up already, has
+        several times as many (vllm/v1/worker/gpu/model_runner.py: profile_run).
+        """
+        runner = self.model_runner
+        sample = runner._dummy_sampler_run
+
+        def with_trees(hidden_states: torch.Tensor) -> None:
+            sample(hidden_states)
+            most = runner.max_num_reqs * runner.decode_query_len
+            num_rows, width = min(most, runner.max_num_tokens), hidden_states.shape[1]
+            logits = runner.model.compute_logits(
+                hidden_states.new_zeros(num_rows, width)
+            )
+            runner.model_state.sampler.profile(logits)
+
+        runner._dummy_sampler_run = with_trees
 
     def _capture_any_rows(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Capture verification for requests with any number of rows up to a tree's.

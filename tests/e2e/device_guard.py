@@ -118,7 +118,7 @@ class DeviceGuard(TorchFunctionMode):
 @contextmanager
 def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     """Guard everything that runs inside; count launches of kernels by name."""
-    from vllm_specinfer import model_state
+    from vllm_specinfer import model_state, worker
     from vllm_specinfer.attention import cuda as attention
     from vllm_specinfer.drafting import ssm, tree_graphs
     from vllm_specinfer.verify import device_sampler, sampler
@@ -174,7 +174,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
                 torch, "from_numpy", lambda array: guard.from_numpy(from_numpy, array)
             )
         )
-        for module in (device, model_state):
+        for module in (device, model_state, worker):
             stack.enter_context(
                 mock.patch.object(module, "is_host", lambda device: False)
             )

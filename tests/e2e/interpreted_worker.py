@@ -59,8 +59,10 @@ class StartsAsOnGPU(CPUWorker):
         init_workspace_manager(self.device)
 
     def determine_available_memory(self) -> int:
-        """With a capture over a small KV cache, which is thrown away."""
+        """With a step of any number of rows, and a capture over a small KV cache, which
+        is thrown away."""
         available, before = super().determine_available_memory(), set(GRAPHS)
+        self.model_runner.profile_run()
         if self._warms_up:
             self.model_runner.profile_cudagraph_memory()
         self._profiled = weakref.WeakSet(set(GRAPHS) - before)
@@ -201,14 +203,16 @@ def graphs_in_mode(mode: CUDAGraphMode) -> Iterator[None]:
 
 @contextmanager
 def named() -> Iterator[list[str]]:
-    """Names of the passes: graphs of drafting, of verification and in pieces, and the
-    others."""
+    """Names of the passes: graphs of drafting, of verification and in pieces, the
+    others, and what memory is profiled by."""
     from vllm_specinfer.drafting import ahead, graphs, ssm
+    from vllm_specinfer.verify.device_sampler import DeviceTreeSampler
 
     run_rows, passes = ssm.NeuralSSM._run_rows, []
     replay, look_up = graphs.Captured.replay, ahead.AheadDrafter.look_up
     run_fullgraph = ModelCudaGraphManager.run_fullgraph
     run_pieces = ModelCudaGraphManager.run_pw_graph
+    profile = DeviceTreeSampler.profile
 
     def replayed(self: graphs.Captured) -> None:
         passes.append("graph")
@@ -229,12 +233,17 @@ def named() -> Iterator[list[str]]:
         passes.append("verification")
         return run_fullgraph(self, *args)
 
+    def profiled(self: DeviceTreeSampler, logits: torch.Tensor) -> None:
+        passes.append(f"profile of {len(logits)} rows")
+        profile(self, logits)
+
     def in_pieces(self: ModelCudaGraphManager, *args: Any) -> Any:
         passes.append("pieces")
         return run_pieces(self, *args)
 
     with (
         mock.patch.object(ahead.AheadDrafter, "look_up", looked_up),
+        mock.patch.object(DeviceTreeSampler, "profile", profiled),
         mock.patch.object(graphs.Captured, "replay", replayed),
         mock.patch.object(ssm.NeuralSSM, "_run_rows", run),
         mock.patch.object(ModelCudaGraphManager, "run_fullgraph", verified),

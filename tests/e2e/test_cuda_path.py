@@ -231,6 +231,11 @@ def test_prompts_run_in_graphs_of_pieces_where_these_are_asked_for(outputs) -> N
     assert "pieces" not in outputs[6]["passes"]
 
 
+def test_memory_is_profiled_with_the_rows_of_full_trees(outputs) -> None:
+    # Of two requests, with trees of six, seven and eight nodes.
+    assert {f"profile of {n} rows" for n in (14, 16, 18)} <= set(outputs[2]["passes"])
+
+
 def test_all_blocks_are_given_back(outputs) -> None:
     for result in outputs[1].values():
         assert result["free_blocks"] == result["blocks"] - 1

@@ -94,7 +94,7 @@ class DeviceTreeSampler(TreeSampler):
             return super().__call__(logits, input_batch)
         starts = plan.first_sampled
         requests = np.repeat(np.arange(num_reqs), plan.num_sampled)
-        most = MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
+        most = _most_rows(logits)
         if looks_back(self.sampler, plan.slots).any():
             most //= 1 + plan.max_depth  # rows of a chain
         if self._tests is not None:
@@ -132,6 +132,10 @@ class DeviceTreeSampler(TreeSampler):
             ),
             None if num_nans[0] is None else _joined(num_nans)[trees.first],
         )
+
+    def profile(self, logits: torch.Tensor) -> None:
+        """Take the memory of a step that has these logits [L, V]."""
+        self.warm_up(logits[: _most_rows(logits)].to(torch.float32, copy=True))
 
     def _of_rows(
         self,
@@ -195,6 +199,11 @@ class DeviceTreeSampler(TreeSampler):
             return logits[places].argmax(dim=-1)[:, None]
         # Nearly all are asked for, and a gather would copy them.
         return logits.argmax(dim=-1)[places, None]
+
+
+def _most_rows(logits: torch.Tensor) -> int:
+    """How many rows as wide as these [L, V] are sampled at once, as float32."""
+    return MAX_CHUNK_BYTES // (logits.shape[1] * FLOAT32_BYTES)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
