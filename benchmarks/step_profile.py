@@ -33,11 +33,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_specinfer.evidence.engines import core_of, forget
+from vllm_specinfer.evidence.engines import core_of, forget, stay_in_process
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+stay_in_process()
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 POOL = Path(__file__).parents[1] / "examples" / "pools" / "smollm2-135m"

@@ -119,7 +119,7 @@ def _process(env: dict[str, str]) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(
         1,
         _context(),
-        _set_environment,
+        set_environment,
         ({**ENV, **env},),
         max_tasks_per_child=CALLS_PER_PROCESS,
     )
@@ -179,5 +179,6 @@ def hasten_starts() -> None:
     CpuPlatform.register_triton_kernel_overrides = staticmethod(override)
 
 
-def _set_environment(env: dict[str, str]) -> None:
+def set_environment(env: dict[str, str]) -> None:
+    """Update this process's."""
     os.environ.update(env)

@@ -7,7 +7,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer.hooks import cpu_linear, cpu_v2
-from vllm_specinfer.kernels.cpu import huge_pages
+from vllm_specinfer.kernels.cpu import compiler, huge_pages
 from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.worker import TreeWorker
@@ -19,6 +19,7 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         cpu_v2.enable_in_worker()
         cpu_linear.install()
+        compiler.launch_from_cpp(vllm_config.compilation_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     def register_attention(self) -> None:

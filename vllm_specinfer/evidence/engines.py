@@ -22,10 +22,16 @@ def stay_quiet() -> None:
 
 def stay_in_process() -> None:
     """Have vLLM start the next engines in this process and log errors only."""
+    import torch
+
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM looks n-grams up in numba, which asks OpenMP for as many threads as there are
     # cores: so many torch would have from then on, in all engines.
     os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
+    if not torch.cuda.is_available():
+        # As in the processes of other engines on a CPU (hooks/compile_cache.py), if
+        # vLLM has not been imported yet.
+        os.environ.setdefault("VLLM_USE_LAYERNAME", "0")
     stay_quiet()
 
 

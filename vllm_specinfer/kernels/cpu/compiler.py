@@ -1,0 +1,58 @@
+"""Compiled models whose kernels are launched from C++, not from Python.
+
+Inductor launches what it has compiled, hundreds of kernels and operators in a pass,
+from Python by default: a tenth of the time of a step with few rows. With `cpp_wrapper`
+it compiles that, too, which makes the first start half as long again. It cannot where
+operators get the names of their layers as objects, vLLM's default
+(vllm/utils/torch_utils.py: LayerName); `hooks/compile_cache.py` chooses strings.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.exc import InductorError
+from vllm.config import CompilationConfig, CompilationMode
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import _USE_LAYERNAME
+
+# Below vLLM's logger: that is the one with a handler.
+logger = init_logger(f"vllm.{__name__}")
+
+KEY = "cpp_wrapper"
+# Inductor's options; engines of one process share them.
+_options: dict[str, Any] = {}
+
+
+def launch_from_cpp(compilation: CompilationConfig) -> None:
+    """Have the models of an engine compiled by `compile_graph`, where Inductor would.
+
+    Args:
+        compilation: The engine's, before its models are made; a user who sets
+            `cpp_wrapper` in its `inductor_compile_config` has the choice.
+    """
+    options = compilation.inductor_compile_config
+    inductor = compilation.backend == "inductor"
+    once = compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
+    if inductor and once and KEY not in options and not _USE_LAYERNAME:
+        _options.update(options)
+        compilation.backend = f"{__name__}.{compile_graph.__name__}"
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any
+) -> Callable[..., Any]:
+    """A backend of `torch.compile`: Inductor, as vLLM has it, but with `cpp_wrapper`.
+
+    Args:
+        graph: Of the model.
+        inputs: Of its first call.
+    """
+    again = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    try:
+        return compile_fx(graph, inputs, config_patches={**_options, KEY: True})
+    except InductorError as error:
+        logger.warning("specinfer: kernels are launched from Python: %s", error)
+    return compile_fx(again, inputs, config_patches=_options)
