@@ -33,7 +33,7 @@ def started(llm: dict, **env: str) -> tuple[list[int], dict[str, int]]:
 
 
 def test_the_second_start_compiles_nothing(tmp_path):
-    target = tiny_llama(tmp_path / "target", seed=0)
+    target = tiny_llama(tmp_path / "target", seed=0, num_hidden_layers=1)
     llm = engine.tiny(target)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     trees = {**llm, "speculative_config": {"method": "specinfer", "model": ssm}}
