@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from vllm_specinfer.hooks.compile_cache import NAMES_ENV
+
 # So many positions of an engine are left for trees beyond the longest text.
 ROOM_FOR_DRAFTS = 64
 
@@ -31,7 +33,7 @@ def stay_in_process() -> None:
     if not torch.cuda.is_available():
         # As in the processes of other engines on a CPU (hooks/compile_cache.py), if
         # vLLM has not been imported yet.
-        os.environ.setdefault("VLLM_USE_LAYERNAME", "0")
+        os.environ.setdefault(NAMES_ENV, "0")
     stay_quiet()
 
 

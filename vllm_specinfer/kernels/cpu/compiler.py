@@ -1,8 +1,8 @@
 """Compiled models whose kernels are launched from C++, not from Python.
 
 Inductor launches what it has compiled, hundreds of kernels and operators in a pass,
-from Python by default: a tenth of the time of a step with few rows. With `cpp_wrapper`
-it compiles that, too, which makes the first start half as long again. It cannot where
+from Python by default, a good part of a step with few rows. With `cpp_wrapper`
+it compiles that, too, which makes the first start longer. It cannot where
 operators get the names of their layers as objects, vLLM's default
 (vllm/utils/torch_utils.py: LayerName); `hooks/compile_cache.py` chooses strings.
 """
