@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -12,20 +13,34 @@ from tests.e2e.models import noisy_copy, tiny_llama
 from vllm_specinfer.hooks import compile_cache
 
 AOT, FOLDER = compile_cache.AOT_ENV, compile_cache.FOLDER_ENV
-NAMES = compile_cache.NAMES_ENV
 
 
-def generate(llm: dict) -> tuple[list[int], dict[str, int]]:
-    """Start an engine; its text, and what inductor has found and compiled."""
+Generated = tuple[list[int], dict[str, int], int]
+
+
+def generate(llm: dict) -> Generated:
+    """Start an engine; its text, what inductor has found and compiled, and how often
+    layers have attended to trees alone from Python."""
     from torch._dynamo.utils import counters
     from vllm import LLM, SamplingParams
 
+    from vllm_specinfer.attention.cpu import CPUTreeAttentionImpl, TreeAttentionMetadata
+
+    forward, of_trees = CPUTreeAttentionImpl.forward, []
+
+    def counted(self, layer, query, key, value, kv_cache, metadata, *args, **kwargs):
+        if isinstance(metadata, TreeAttentionMetadata) and metadata.prompts is None:
+            of_trees.append(layer)
+        rest = (kv_cache, metadata, *args)
+        return forward(self, layer, query, key, value, *rest, **kwargs)
+
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    (output,) = LLM(**llm).generate([{"prompt_token_ids": [1, 2, 3]}], params)
-    return output.outputs[0].token_ids, dict(counters["aot_autograd"])
+    with mock.patch.object(CPUTreeAttentionImpl, "forward", counted):
+        (output,) = LLM(**llm).generate([{"prompt_token_ids": [1, 2, 3]}], params)
+    return output.outputs[0].token_ids, dict(counters["aot_autograd"]), len(of_trees)
 
 
-def started(llm: dict, **env: str) -> tuple[list[int], dict[str, int]]:
+def started(llm: dict, **env: str) -> Generated:
     """`generate` in a process that imports vLLM with more of the environment."""
     context, env = multiprocessing.get_context("spawn"), {**processes.ENV, **env}
     with ProcessPoolExecutor(1, context, processes.set_environment, (env,)) as process:
@@ -38,28 +53,31 @@ def test_the_second_start_compiles_nothing(tmp_path):
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     trees = {**llm, "speculative_config": {"method": "specinfer", "model": ssm}}
     env = {FOLDER: str(tmp_path / "cache")}
-    first, compiled = started(trees, **env, **{NAMES: "0"})
-    again, found = started(trees, **env, **{NAMES: "0"})
+    first, compiled, _ = started(trees, **env)
+    again, found, from_python = started(trees, **env)
     assert compiled["autograd_cache_miss"] > 0
     assert found["autograd_cache_hit"] == 2  # target and SSM
     assert "autograd_cache_miss" not in found
     launchers = (tmp_path / "cache").rglob("*.main.cpp")
     assert sum("inductor_entry_cpp" in file.read_text() for file in launchers) == 2
-    plain, _ = processes.call(generate, {**llm, "enforce_eager": True}, **env)
+    eager = {"enforce_eager": True}
+    plain, *_ = processes.call(generate, {**llm, **eager}, **env)
     assert first == again == plain
+    # From C++ only what has been compiled runs its passes over trees.
+    *_, from_python_eager = processes.call(generate, {**trees, **eager}, **env)
+    assert from_python == 0 < from_python_eager
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, {AOT: "0", NAMES: "0", FOLDER: "/cache/torch_compile_cache/inductor"}),
-        ({FOLDER: "/mine"}, {AOT: "0", NAMES: "0", FOLDER: "/mine"}),
-        ({NAMES: "1", FOLDER: "/mine"}, {AOT: "0", NAMES: "1", FOLDER: "/mine"}),
+        ({}, {AOT: "0", FOLDER: "/cache/torch_compile_cache/inductor"}),
+        ({FOLDER: "/mine"}, {AOT: "0", FOLDER: "/mine"}),
         ({AOT: "1"}, {AOT: "1"}),
     ],
 )
 def test_what_the_user_has_set_stays(monkeypatch, before, after):
-    for name in (AOT, NAMES, FOLDER):
+    for name in (AOT, FOLDER):
         # Set first: an absent variable that is deleted is not restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -68,5 +86,5 @@ def test_what_the_user_has_set_stays(monkeypatch, before, after):
         monkeypatch.setenv(name, value)
     compile_cache.enable()
     assert {
-        name: os.environ[name] for name in (AOT, NAMES, FOLDER) if name in os.environ
+        name: os.environ[name] for name in (AOT, FOLDER) if name in os.environ
     } == after

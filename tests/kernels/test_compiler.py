@@ -5,6 +5,12 @@ import torch
 from torch._inductor import compile_fx, utils
 from torch._inductor.exc import InductorError
 from vllm.config import CompilationConfig, CompilationMode
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
 
 from vllm_specinfer.kernels.cpu import compiler
 
@@ -28,19 +34,15 @@ def compiled() -> str:
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "options", "objects", "expected"),
+    ("backend", "mode", "options", "expected"),
     [
-        ("inductor", ONCE, {}, False, OURS),
-        ("inductor", ONCE, {}, True, "inductor"),
-        ("inductor", ONCE, {"cpp_wrapper": False}, False, "inductor"),
-        ("eager", ONCE, {}, False, "eager"),
-        ("inductor", CompilationMode.NONE, {}, False, "inductor"),
+        ("inductor", ONCE, {}, OURS),
+        ("inductor", ONCE, {"cpp_wrapper": False}, "inductor"),
+        ("eager", ONCE, {}, "eager"),
+        ("inductor", CompilationMode.NONE, {}, "inductor"),
     ],
 )
-def test_it_compiles_what_inductor_would_where_names_are_strings(
-    monkeypatch, backend, mode, options, objects, expected
-):
-    monkeypatch.setattr(compiler, "_USE_LAYERNAME", objects)
+def test_it_compiles_what_inductor_would(backend, mode, options, expected):
     compilation = CompilationConfig(
         backend=backend, mode=mode, inductor_compile_config=options
     )
@@ -52,6 +54,24 @@ def test_kernels_are_launched_from_cpp(monkeypatch):
     monkeypatch.setattr(compiler, "_options", {"size_asserts": False})
     code = compiled()
     assert "CppWrapperCodeCache" in code
+
+
+def test_an_object_for_a_name_has_them_launched_from_python():
+    def named(x: torch.Tensor, name: LayerNameType) -> torch.Tensor:
+        return x + len(_resolve_layer_name(name))
+
+    direct_register_custom_op(
+        "specinfer_test_named", named, fake_impl=lambda x, name: torch.empty_like(x)
+    )
+
+    def model(x):
+        return torch.ops.vllm.specinfer_test_named(x * 2, _encode_layer_name("four"))
+
+    function = torch.compile(model, backend=compiler.compile_graph, fullgraph=True)
+    with torch.inference_mode():
+        found, code = utils.run_and_get_code(function, torch.ones(3))
+    assert found.tolist() == [6, 6, 6]
+    assert "CppWrapperCodeCache" not in "".join(code)
 
 
 def test_what_cannot_be_launched_from_cpp_is_launched_from_python(monkeypatch):

@@ -6,6 +6,7 @@ puts them last, and vLLM's kernel runs the requests from the first of them on.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,18 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         # Built while the model is, so that no step waits for a compiler.
         extension.load()
-        self._float_sinks: torch.Tensor | None = None
+
+    @cached_property
+    def float_sinks(self) -> torch.Tensor | None:
+        """[H] float32 sink logits, asked for when they have been loaded."""
+        return None if self.sinks is None else self.sinks.float().contiguous()
+
+    def typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache as what it holds: vLLM has fp8 as bytes."""
+        if not self.is_fp8_kv_cache:
+            return kv_cache
+        is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
+        return kv_cache.view(torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn)
 
     def forward(
         self,
@@ -232,19 +244,13 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             )
         if tree is None:
             return output
-        if self.sinks is not None and self._float_sinks is None:
-            self._float_sinks = self.sinks.float().contiguous()
         # Views cost as much as some rows do, in every layer.
         rows = output if output.dim() == 3 else output.view(query.shape)
         if (num_tokens := attn_metadata.num_actual_tokens) < len(query):
             query, rows = query[:num_tokens], rows[:num_tokens]
-        if self.is_fp8_kv_cache:
-            is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
-            fp8 = torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
-            kv_cache = kv_cache.view(fp8)
         tree_attention(
             query,
-            kv_cache,
+            self.typed(kv_cache),
             rows,
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
@@ -252,7 +258,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             tree,
             self.scale,
             self.logits_soft_cap,
-            self._float_sinks,
+            self.float_sinks,
             layer.isa,
             layer._k_scale_float,
             layer._v_scale_float,

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from vllm_specinfer.hooks.compile_cache import NAMES_ENV
-
 # So many positions of an engine are left for trees beyond the longest text.
 ROOM_FOR_DRAFTS = 64
 
@@ -24,16 +22,10 @@ def stay_quiet() -> None:
 
 def stay_in_process() -> None:
     """Have vLLM start the next engines in this process and log errors only."""
-    import torch
-
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM looks n-grams up in numba, which asks OpenMP for as many threads as there are
     # cores: so many torch would have from then on, in all engines.
     os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
-    if not torch.cuda.is_available():
-        # As in the processes of other engines on a CPU (hooks/compile_cache.py), if
-        # vLLM has not been imported yet.
-        os.environ.setdefault(NAMES_ENV, "0")
     stay_quiet()
 
 

@@ -11,7 +11,6 @@ Removed when: vLLM loads what it has saved.
 import os
 
 AOT_ENV = "VLLM_USE_AOT_COMPILE"
-NAMES_ENV = "VLLM_USE_LAYERNAME"
 FOLDER_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -27,9 +26,6 @@ def enable() -> None:
     if AOT_ENV in os.environ:
         return
     os.environ[AOT_ENV] = "0"
-    # Objects for names, which `kernels/cpu/compiler.py` cannot have, only let code that
-    # is compiled ahead of time serve several models. Set before the workers start.
-    os.environ.setdefault(NAMES_ENV, "0")
     # Torch itself may have set it.
     if os.environ.get(FOLDER_ENV) in (None, default_cache_dir()):
         os.environ[FOLDER_ENV] = os.path.join(

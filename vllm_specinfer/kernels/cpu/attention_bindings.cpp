@@ -1,5 +1,5 @@
 // Attention, K/V writes and commits on tensors: checks them, takes their pointers and
-// strides, runs the kernels without GIL.
+// strides, runs the kernels.
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,7 +10,7 @@
 #include "commit.cpp"
 #include "tree_attention.cpp"
 
-namespace {
+namespace attention {
 
 using at::Tensor;
 
@@ -71,7 +71,6 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
         query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
         kv_cache.stride(1), ancestor_bits.stride(0), (int)ancestor_bits.size(1),
         (float)(scale * k_scale), (float)softcap, (float)v_scale};
-    pybind11::gil_scoped_release no_gil;
     tree::run(step);
   };
   auto run = [&]<class T, class K>(T* output, const K* cache) {
@@ -98,7 +97,7 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
   }
 }
 
-pages::Cache cache_of(const Tensor& t, bool in_tiles) {
+static pages::Cache cache_of(const Tensor& t, bool in_tiles) {
   const int64_t item = t.element_size();
   TORCH_CHECK(t.dim() == 4 && t.stride(3) == 1 && t.stride(2) == t.size(3) &&
                   (item <= 2 || item == 4),
@@ -137,7 +136,7 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& kv_cache,
   }
 }
 
-void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
+static void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
                const Tensor& dst_slots, int64_t block_size,
                const std::vector<bool>& in_tiles) {
   TORCH_CHECK(src_slots.scalar_type() == at::kLong && src_slots.is_contiguous() &&
@@ -167,17 +166,13 @@ void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
                 block_size, "; got ", t.sizes());
     if (seen.insert(t.data_ptr()).second) caches.push_back(cache);
   }
-  pybind11::gil_scoped_release no_gil;
   commit::run(caches, moves);
 }
 
-}  // namespace
-
-namespace attention {
-
 void define(pybind11::module_& m) {
-  m.def("tree_attention", &tree_attention);
-  m.def("commit_kv", &commit_kv);
+  const pybind11::call_guard<pybind11::gil_scoped_release> without_gil;
+  m.def("tree_attention", &tree_attention, without_gil);
+  m.def("commit_kv", &commit_kv, without_gil);
   m.def("write_kv", &write_kv);
 }
 

@@ -8,9 +8,13 @@
 namespace attention {
 void define(pybind11::module_& m);
 }
+namespace layers {
+void define(pybind11::module_& m);
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   attention::define(m);
+  layers::define(m);
   arrays::define(m);
   m.attr("strip") = strips::kOutputs;
 #ifdef SPECINFER_TILES

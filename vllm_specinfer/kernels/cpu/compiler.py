@@ -2,13 +2,14 @@
 
 Inductor launches what it has compiled, hundreds of kernels and operators in a pass,
 from Python by default, a good part of a step with few rows. With `cpp_wrapper`
-it compiles that, too, which makes the first start longer. It cannot where
-operators get the names of their layers as objects, vLLM's default
-(vllm/utils/torch_utils.py: LayerName); `hooks/compile_cache.py` chooses strings.
+it compiles that, too, which makes the first start longer. It cannot where operators
+get the names of their layers as objects (vllm/utils/torch_utils.py: LayerName), which
+those of attention layers do not with `compiled_attention.py`.
 """
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import _USE_LAYERNAME
+from vllm.utils.torch_utils import LayerName
+
+from vllm_specinfer.kernels.cpu import compiled_attention
 
 # Below vLLM's logger: that is the one with a handler.
 logger = init_logger(f"vllm.{__name__}")
@@ -36,7 +39,7 @@ def launch_from_cpp(compilation: CompilationConfig) -> None:
     options = compilation.inductor_compile_config
     inductor = compilation.backend == "inductor"
     once = compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
-    if inductor and once and KEY not in options and not _USE_LAYERNAME:
+    if inductor and once and KEY not in options:
         _options.update(options)
         compilation.backend = f"{__name__}.{compile_graph.__name__}"
 
@@ -50,9 +53,19 @@ def compile_graph(
         graph: Of the model.
         inputs: Of its first call.
     """
-    again = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    # What Dynamo calls with depends on the graph that it has given.
+    graph = _copy(graph)
+    layers, kept = compiled_attention.use_operators(graph, inputs)
+    inputs = list(compress(inputs, kept))
+    again = _copy(graph)
+    from_cpp = not any(isinstance(value, LayerName) for value in inputs)
     try:
-        return compile_fx(graph, inputs, config_patches={**_options, KEY: True})
+        model = compile_fx(graph, inputs, config_patches={**_options, KEY: from_cpp})
     except InductorError as error:
         logger.warning("specinfer: kernels are launched from Python: %s", error)
-    return compile_fx(again, inputs, config_patches=_options)
+        model = compile_fx(again, inputs, config_patches=_options)
+    return compiled_attention.Passes(model, layers, kept) if layers else model
+
+
+def _copy(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
