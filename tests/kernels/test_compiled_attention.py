@@ -1,5 +1,6 @@
 """Attention of compiled models: from C++ what a layer makes, the rest by vLLM."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -201,6 +202,16 @@ def test_a_new_cache_is_the_layers(monkeypatch):
     layer.kv_cache = layer.batch.raw_cache.clone()
     assert_same(layer.by_operators(passes), expected)
     assert_same([first[1]], [before])
+
+
+def test_a_pass_keeps_nothing(monkeypatch):
+    """An engine that has gone gives its memory back."""
+    layer = Layer(Batch(TREES), monkeypatch)
+    passes = compiled_attention.Passes(attend, [NAME], [True] * 4)
+    layer.by_operators(passes)
+    kept = weakref.ref(layer.kv_cache), weakref.ref(layer.context.slot_mapping[NAME])
+    layer.kv_cache = layer.context = None
+    assert [reference() for reference in kept] == [None, None]
 
 
 def test_layers_have_the_rows_of_their_own_group(monkeypatch):

@@ -96,7 +96,10 @@ def _operators() -> dict[Any, tuple[Any, int]]:
 
 
 class Passes:
-    """A compiled model, whose operators are told of each of its passes."""
+    """A compiled model, whose operators are told of each of its passes.
+
+    Compiled code outlives its engine, so that nothing of a pass is kept after it.
+    """
 
     def __init__(self, model: Model, names: list[str], kept: list[bool]) -> None:
         """Nothing is known of the layers yet.
@@ -112,8 +115,9 @@ class Passes:
         self._model = model
         self._kept = kept
         self._layers = kernels.Layers(names)
-        # By name: a cache, and the layer with it as C++ has it, None where it cannot.
-        self._made: dict[str, tuple[Any, Any]] = dict.fromkeys(names, (None, None))
+        self._names = names
+        # What C++ has to know of each, none where it cannot run it.
+        self._constants: dict[str, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         """One pass, as vLLM has set its context."""
@@ -128,22 +132,25 @@ class Passes:
 
     def _begin(self, context: ForwardContext) -> None:
         groups: dict[tuple[int, int], Any] = {}
-        layers, rows = [], []
-        for name, (kv_cache, made) in self._made.items():
+        passes = []
+        for name in self._names:
             layer = context.no_compile_layers[name]
-            if layer.kv_cache is not kv_cache:
-                made = self._make_layer(layer)
-                self._made[name] = layer.kv_cache, made
-            layers.append(made)
             metadata = context.attn_metadata[name]
             slots = context.slot_mapping.get(name)
             group = id(metadata), id(slots)
             if group not in groups:
                 groups[group] = self._make_rows(metadata, slots)
-            rows.append(groups[group])
-        self._layers.begin(layers, rows)
+            if name not in self._constants:
+                self._constants[name] = self._make_constants(layer)
+            rows, constants = groups[group], self._constants[name]
+            passes.append(
+                (constants, layer.impl.typed(layer.kv_cache), rows)
+                if rows and constants
+                else None
+            )
+        self._layers.begin(passes)
 
-    def _make_layer(self, layer: Any) -> Any:
+    def _make_constants(self, layer: Any) -> Any:
         impl = layer.impl
         if not isinstance(impl, CPUTreeAttentionImpl):
             return None
@@ -153,8 +160,8 @@ class Passes:
         )
         if not layout.is_known:
             return None
-        return self._kernels.Layer(
-            *(kv_cache, impl.scale, impl.logits_soft_cap, impl.float_sinks),
+        return self._kernels.Constants(
+            *(impl.scale, impl.logits_soft_cap, impl.float_sinks),
             *(layer._k_scale_float, layer._v_scale_float),
             *(max(impl.sliding_window, 0), layout.in_tiles),
         )

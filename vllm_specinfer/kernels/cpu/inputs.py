@@ -168,36 +168,22 @@ def combine_sampled_and_draft_tokens(
     **_: object,
 ) -> None:
     """Place the last sampled token and the drafts; list the rows that need logits."""
-    idx = idx_mapping.numpy()
-    num_reqs = idx.shape[0]
-    cu_logits = cu_num_logits.numpy()[: num_reqs + 1]
-    num_logits = np.diff(cu_logits)
-    query_end = query_start_loc.numpy()[1 : num_reqs + 1]
-    logits_start = query_end - num_logits
-    indices = logits_indices.numpy()
-    total = int(cu_logits[-1])
-    if total == num_reqs:
-        indices[:total] = logits_start
-    else:
-        indices[:total] = np.arange(total) + np.repeat(
-            logits_start - cu_logits[:-1], num_logits
-        )
-
-    lens = seq_lens.numpy()[:num_reqs]
-    prefill = prefill_len.numpy()[idx]
-    ids = input_ids.numpy()
-    if NUM_NEW_SAMPLED_TOKENS > 0:
+    first_logits, ends = cu_num_logits.tolist(), query_start_loc.tolist()
+    lens, prefill = seq_lens.tolist(), prefill_len.numpy()
+    ids, indices = input_ids.numpy(), logits_indices.numpy()
+    last, drafts = last_sampled_tokens.view(-1).numpy(), draft_tokens.numpy()
+    for i, request in enumerate(idx_mapping.tolist()):
+        num_logits, end = first_logits[i + 1] - first_logits[i], ends[i + 1]
+        start = end - num_logits
+        indices[first_logits[i] : first_logits[i + 1]] = np.arange(start, end)
+        behind_prompt = lens[i] - int(prefill[request])
+        if behind_prompt <= 0:
+            continue
         # Logit rows that still lie in the prompt keep their prompt token.
-        rows = np.flatnonzero((lens > prefill) & (lens - num_logits >= prefill))
-        sampled = last_sampled_tokens.view(-1).numpy()
-        ids[logits_start[rows]] = sampled[idx[rows]]
-    num_drafts = num_logits - NUM_NEW_SAMPLED_TOKENS
-    if total == num_reqs * NUM_NEW_SAMPLED_TOKENS:
-        return
-    drafts = draft_tokens.numpy()
-    for i in np.flatnonzero((lens > prefill) & (num_drafts > 0)).tolist():
-        count, end = int(num_drafts[i]), int(query_end[i])
-        ids[end - count : end] = drafts[idx[i], :count]
+        if NUM_NEW_SAMPLED_TOKENS > 0 and behind_prompt >= num_logits:
+            ids[start] = last[request]
+        if (count := num_logits - NUM_NEW_SAMPLED_TOKENS) > 0:
+            ids[end - count : end] = drafts[request, :count]
 
 
 def get_num_sampled_and_rejected(
@@ -240,36 +226,27 @@ def post_update(
     """Append the sampled tokens to their requests and advance the counters."""
     if draft_tokens is not None:
         raise ValueError("pipeline_parallel_size must be 1 on CPU; got more")
-    idx = idx_mapping.numpy()
-    num_reqs = idx.shape[0]
+    requests = idx_mapping.tolist()
+    counts = num_sampled[: len(requests)].tolist()
+    rejected = num_rejected[: len(requests)].tolist()
+    starts = None if query_start_loc is None else query_start_loc.tolist()
     sampled = sampled_tokens.numpy()
-    counts = num_sampled.numpy()[:num_reqs]
-    totals = total_len.numpy()
+    last = last_sampled_tokens.view(-1).numpy()
     tokens = all_token_ids.numpy()
-    bins = None if output_bin_counts is None else output_bin_counts.numpy()
-
-    real = idx >= 0
-    rows = np.flatnonzero(real & (counts > 0))
-    if rows.size:
-        requests = idx[rows]
-        last_sampled_tokens.view(-1).numpy()[requests] = sampled[rows, counts[rows] - 1]
-        for i in range(int(counts[rows].max())):
-            if i:
-                rows = rows[counts[rows] > i]
-                requests = idx[rows]
-            ids = sampled[rows, i]
-            tokens[requests, totals[requests] + i] = ids
-            if bins is not None:
-                bins[requests, ids] += 1
-        rows = np.flatnonzero(real & (counts > 0))
-        totals[idx[rows]] += counts[rows]
-
-    delta = -num_rejected.numpy()[:num_reqs]
-    if query_start_loc is not None:
-        delta = delta + np.diff(query_start_loc.numpy()[: num_reqs + 1])
-    if not real.all():
-        idx, delta = idx[real], delta[real]
-    num_computed_tokens.numpy()[idx] += delta
+    totals, computed = total_len.numpy(), num_computed_tokens.numpy()
+    for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        if request < 0:
+            continue
+        if count > 0:
+            first = int(totals[request])
+            ids = sampled[i, :count]
+            tokens[request, first : first + count] = ids
+            last[request] = ids[-1]
+            totals[request] = first + count
+            if output_bin_counts is not None:
+                np.add.at(output_bin_counts[request].numpy(), ids, 1)
+        scheduled = starts[i + 1] - starts[i] if starts else 0
+        computed[request] += scheduled - rejected[i]
 
 
 def post_update_num_computed_tokens(

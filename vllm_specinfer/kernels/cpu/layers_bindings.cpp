@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -33,8 +34,7 @@ using at::Tensor;
 using torch::jit::Stack;
 
 // What a layer has in every pass.
-struct Layer {
-  Tensor kv_cache;
+struct Constants {
   double scale, softcap;
   std::optional<Tensor> sinks;
   double k_scale, v_scale;
@@ -51,40 +51,38 @@ struct Rows {
 // The layers of a model.
 class Layers {
  public:
-  struct Pass {
-    std::shared_ptr<Layer> layer;
-    std::shared_ptr<Rows> rows;
-  };
+  using Pass = std::tuple<std::shared_ptr<Constants>, Tensor, std::shared_ptr<Rows>>;
 
-  explicit Layers(const std::vector<std::string>& names) : passes_(names.size()) {
+  explicit Layers(const std::vector<std::string>& names) {
     for (size_t i = 0; i < names.size(); ++i) index_.emplace(names[i], i);
   }
 
-  // A pass of this thread begins. Layers without an entry or without rows are vLLM's.
-  void begin(const std::vector<std::shared_ptr<Layer>>& layers,
-             const std::vector<std::shared_ptr<Rows>>& rows) {
-    TORCH_CHECK(layers.size() == passes_.size() && rows.size() == passes_.size(),
-                "there are ", passes_.size(), " layers; got ", layers.size(), " and ",
-                rows.size(), " for them");
-    for (size_t i = 0; i < rows.size(); ++i) passes_[i] = {layers[i], rows[i]};
+  // A pass of this thread begins: of each layer what it has of it, or vLLM runs it.
+  void begin(std::vector<std::optional<Pass>> passes) {
+    TORCH_CHECK(passes.size() == index_.size(), "there are ", index_.size(),
+                " layers; got passes of ", passes.size());
+    passes_ = std::move(passes);
     current = this;
   }
 
-  static void end() { current = nullptr; }
+  void end() {
+    current = nullptr;
+    passes_.clear();
+  }
 
   // What the layer has now; null where vLLM is to run it.
   static const Pass* find(const std::string& name) {
     if (!current) return nullptr;
     const auto i = current->index_.find(name);
     if (i == current->index_.end()) return nullptr;
-    const Pass& pass = current->passes_[i->second];
-    return pass.layer && pass.rows ? &pass : nullptr;
+    const auto& pass = current->passes_[i->second];
+    return pass ? &*pass : nullptr;
   }
 
  private:
   static thread_local const Layers* current;
   std::unordered_map<std::string, size_t> index_;
-  std::vector<Pass> passes_;
+  std::vector<std::optional<Pass>> passes_;
 };
 
 thread_local const Layers* Layers::current = nullptr;
@@ -103,12 +101,13 @@ void unified_kv_cache_update(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const auto args = torch::jit::last(*stack, count);
   const Layers::Pass* pass = Layers::find(args[2].toStringRef());
+  if (!pass) return call_vllm<kWrite>(stack);
+  const auto& [constants, kv_cache, rows] = *pass;
   const Tensor& key = args[0].toTensor();
-  if (!pass || !pass->rows->slots ||
-      key.scalar_type() != pass->layer->kv_cache.scalar_type())
+  if (!rows->slots || key.scalar_type() != kv_cache.scalar_type())
     return call_vllm<kWrite>(stack);
-  attention::write_kv(key, args[1].toTensor(), pass->layer->kv_cache,
-                      *pass->rows->slots, pass->layer->in_tiles);
+  attention::write_kv(key, args[1].toTensor(), kv_cache, *rows->slots,
+                      constants->in_tiles);
   Tensor order = key.new_empty({0});
   torch::jit::drop(*stack, count);
   torch::jit::push(*stack, std::move(order));
@@ -120,14 +119,14 @@ void unified_attention_with_output(const c10::OperatorHandle& op, Stack* stack) 
   const auto args = torch::jit::last(*stack, count);
   const Layers::Pass* pass = Layers::find(args[4].toStringRef());
   if (!pass) return call_vllm<kAttend>(stack);
-  const Layer& layer = *pass->layer;
-  const Rows& rows = *pass->rows;
+  const auto& [constants, kv_cache, rows] = *pass;
   const Tensor &query = args[0].toTensor(), &out = args[3].toTensor();
   attention::tree_attention(
-      query, layer.kv_cache, out.dim() == 3 ? out : out.view(query.sizes()),
-      rows.block_table, rows.query_start_loc, rows.seq_lens, rows.is_tree,
-      rows.context_lens, rows.ancestor_bits, layer.scale, layer.softcap, layer.sinks,
-      layer.k_scale, layer.v_scale, layer.window, layer.in_tiles);
+      query, kv_cache, out.dim() == 3 ? out : out.view(query.sizes()),
+      rows->block_table, rows->query_start_loc, rows->seq_lens, rows->is_tree,
+      rows->context_lens, rows->ancestor_bits, constants->scale, constants->softcap,
+      constants->sinks, constants->k_scale, constants->v_scale, constants->window,
+      constants->in_tiles);
   torch::jit::drop(*stack, count);
 }
 
@@ -137,16 +136,16 @@ namespace layers {
 
 void define(pybind11::module_& m) {
   using std::optional;
-  pybind11::class_<Layer, std::shared_ptr<Layer>>(m, "Layer")
-      .def(pybind11::init<Tensor, double, double, optional<Tensor>, double, double,
-                          int64_t, bool>());
+  pybind11::class_<Constants, std::shared_ptr<Constants>>(m, "Constants")
+      .def(pybind11::init<double, double, optional<Tensor>, double, double, int64_t,
+                          bool>());
   pybind11::class_<Rows, std::shared_ptr<Rows>>(m, "Rows")
       .def(pybind11::init<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                           optional<Tensor>>());
   pybind11::class_<Layers>(m, "Layers")
       .def(pybind11::init<std::vector<std::string>>())
       .def("begin", &Layers::begin)
-      .def_static("end", &Layers::end);
+      .def("end", &Layers::end);
 }
 
 }  // namespace layers
