@@ -137,8 +137,8 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& kv_cache,
 }
 
 static void commit_kv(const std::vector<Tensor>& kv_caches, const Tensor& src_slots,
-               const Tensor& dst_slots, int64_t block_size,
-               const std::vector<bool>& in_tiles) {
+                      const Tensor& dst_slots, int64_t block_size,
+                      const std::vector<bool>& in_tiles) {
   TORCH_CHECK(src_slots.scalar_type() == at::kLong && src_slots.is_contiguous() &&
                   dst_slots.scalar_type() == at::kLong && dst_slots.is_contiguous() &&
                   src_slots.numel() == dst_slots.numel(),
