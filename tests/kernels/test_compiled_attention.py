@@ -45,7 +45,7 @@ class Layer:
         tree = batch.tree_rows() if any(r.is_tree for r in batch.requests) else None
         self.context = SimpleNamespace(
             attn_metadata={NAME: backend.build(batch, tree)},
-            # The last of a request's positions, in reverse: any that there are.
+            # K and V that are written are nobody's: any slots will do.
             slot_mapping={NAME: torch.arange(rows).flip(0)},
             no_compile_layers={NAME: self},
         )
@@ -178,17 +178,16 @@ def prompts_alone(layer, monkeypatch):
 def test_other_passes_are_vllms(case, monkeypatch):
     layer = Layer(Batch(TREES), monkeypatch)
     case(layer, monkeypatch)
-    seen = layer.impl.forward
-    outputs = []
+    counted, passes = layer.impl.forward, []
 
     def forward(*args, output, **kwargs):
-        outputs.append(args[5])
-        return seen(*args, output=output, **kwargs) if args[5] else output
+        passes.append(metadata := args[5])
+        return counted(*args, output=output, **kwargs) if metadata else output
 
     monkeypatch.setattr(layer.impl, "forward", forward)
     expected = layer.by_the_layer() if layer.context.attn_metadata else None
     found = layer.by_operators()
-    assert len(outputs) == layer.asked["do_kv_cache_update"] == 1
+    assert len(passes) == layer.asked["do_kv_cache_update"] == 1
     if expected:
         assert_same(found, expected)
 
