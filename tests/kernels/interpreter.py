@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,6 +69,7 @@ def _mend() -> None:
     topk_topp_sampler.HAS_TRITON = False  # that kernel
     # It replaces the language in every call of every function; once is enough.
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_attr = partial(_name_semantic, interpreter)
     interpreter._patch_lang(language)
     replaced = SimpleNamespace(restore=lambda: None)
     interpreter._patch_lang = lambda function: replaced
@@ -89,7 +91,7 @@ def _mend() -> None:
         return dtypes[name]
 
     interpreter._get_np_dtype = known_dtype
-    _share_shapes(tl)
+    _share_shapes(tl, interpreter.TritonSemantic)
     builder = interpreter._interpreter
     store = builder.store
     # The conjunction of a scalar and a tensor mask comes out as int32.
@@ -119,16 +121,41 @@ def _mend() -> None:
     logits.libdevice = SimpleNamespace(isnan=lambda x: x != x)
 
 
-def _share_shapes(tl: ModuleType) -> None:
-    """Checks and wraps a shape once, where Triton does it for every value of a kernel:
-    a quarter of the time that it takes to interpret one."""
+def _name_semantic(
+    interpreter: ModuleType,
+    owner: Any,
+    name: str,
+    member: Any,
+    builder: Any,
+    scope: Any,
+) -> None:
+    """As Triton's `_patch_attr`, which makes two copies of the names of a call."""
+    function = getattr(member, "__wrapped__", member)
+    semantic = interpreter.TritonSemantic(builder)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, named)
+
+
+def _share_shapes(tl: ModuleType, semantic: type) -> None:
+    """Checks, wraps and compares a shape once, where Triton does it for every value of
+    a kernel: a third of the time that it takes to interpret one."""
     of_type, of_tensor = tl.block_type.__init__, tl.tensor.__init__
-    types, tensors = {}, {}
+    broadcast = semantic.broadcast_impl_value
+    types, tensors, shapes, sizes_of = {}, {}, {}, {}
 
     def begin_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        sizes = sizes_of.get(id(shape))
+        if sizes is None:
+            sizes = tuple([getattr(size, "value", size) for size in shape])
+        key = element_ty.name, sizes
         if key not in types:
             of_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            sizes_of[id(self.shape)] = sizes
             types[key] = vars(self)
         vars(self).update(types[key], element_ty=element_ty)
 
@@ -139,4 +166,9 @@ def _share_shapes(tl: ModuleType) -> None:
         known = tensors[type.name]
         vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
 
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        shape, other = (getattr(x.type, "shape", None) for x in (lhs, rhs))
+        return (lhs, rhs) if shape is other else broadcast(self, lhs, rhs)
+
     tl.block_type.__init__, tl.tensor.__init__ = begin_type, begin_tensor
+    semantic.broadcast_impl_value = broadcast_others
