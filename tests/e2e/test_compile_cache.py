@@ -6,10 +6,13 @@ from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
+import torch
+import vllm
 
 from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
+from vllm_specinfer import cache
 from vllm_specinfer.hooks import compile_cache
 
 AOT, FOLDER = compile_cache.AOT_ENV, compile_cache.FOLDER_ENV
@@ -71,20 +74,40 @@ def test_the_second_start_compiles_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({}, {AOT: "0", FOLDER: "/cache/torch_compile_cache/inductor"}),
         ({FOLDER: "/mine"}, {AOT: "0", FOLDER: "/mine"}),
         ({AOT: "1"}, {AOT: "1"}),
+        ({"VLLM_DISABLE_COMPILE_CACHE": "1"}, {}),
+        ({"VLLM_USE_BYTECODE_HOOK": "0"}, {}),
     ],
 )
 def test_what_the_user_has_set_stays(monkeypatch, before, after):
+    assert enabled(monkeypatch, **before) == after
+
+
+def enabled(monkeypatch, **env: str) -> dict[str, str]:
+    """What is set after `enable` where the user has set this."""
     for name in (AOT, FOLDER):
         # Set first: an absent variable that is deleted is not restored afterwards.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
-    for name, value in before.items():
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
     compile_cache.enable()
-    assert {
-        name: os.environ[name] for name in (AOT, FOLDER) if name in os.environ
-    } == after
+    return {name: os.environ[name] for name in (AOT, FOLDER) if name in os.environ}
+
+
+def test_unequal_machines_and_releases_share_no_code(monkeypatch):
+    """Inductor's cache asks neither for the CPU nor for vLLM's operators."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
+    folders = [enabled(monkeypatch)[FOLDER]]
+    assert folders[0].startswith("/cache/torch_compile_cache/inductor-")
+    assert enabled(monkeypatch)[FOLDER] == folders[0]
+    capability = torch.backends.cpu, "get_cpu_capability"
+    for holder, name in ((cache, "cpu"), capability):
+        with monkeypatch.context() as other:
+            other.setattr(holder, name, lambda: "another one")
+            folders.append(enabled(other)[FOLDER])
+    with monkeypatch.context() as other:
+        other.setattr(vllm, "__version__", "0.1.0")
+        folders.append(enabled(other)[FOLDER])
+    assert len(set(folders)) == 4

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import utils
 from vllm.forward_context import override_forward_context
-from vllm.utils.torch_utils import LayerName
+from vllm.utils.torch_utils import LayerName, _encode_layer_name
 
 from tests.attention import test_cpu as backend
 from tests.attention.paged_batch import (
@@ -17,7 +18,7 @@ from tests.attention.paged_batch import (
     chain,
     random_parents,
 )
-from vllm_specinfer.kernels.cpu import compiled_attention, extension
+from vllm_specinfer.kernels.cpu import compiled_attention, compiler, extension
 from vllm_specinfer.kernels.cpu.cache_write import MOST_ROWS
 
 NAME = "model.layers.0.attn"
@@ -201,6 +202,48 @@ def test_a_new_cache_is_the_layers(monkeypatch):
     layer.kv_cache = layer.batch.raw_cache.clone()
     assert_same(layer.by_operators(passes), expected)
     assert_same([first[1]], [before])
+
+
+def test_new_weights_bring_other_scales_and_sinks(monkeypatch):
+    sinks = torch.linspace(-1, 4, 4).bfloat16()
+    batch = Batch(TREES, torch.bfloat16)
+    layer = Layer(batch, monkeypatch, sinks=sinks)
+    passes = compiled_attention.Passes(attend, [NAME], [True] * 4)
+    before = layer.by_operators(passes)[0]
+    layer._k_scale_float, layer._v_scale_float = 2 * batch.k_scale, 3 * batch.v_scale
+    other_scales = layer.by_operators(passes)[0]
+    assert_same([other_scales], layer.by_the_layer()[:1])
+    sinks += 1
+    other_sinks = layer.by_operators(passes)[0]
+    assert_same([other_sinks], layer.by_the_layer()[:1])
+    assert not torch.equal(before, other_scales)
+    assert not torch.equal(other_scales, other_sinks)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, KeyError])
+def test_what_vllms_operators_raise_is_raised(error, monkeypatch):
+    """What has been compiled, as a signal ends it within a prompt."""
+
+    def model(query, key, value, out):
+        name = _encode_layer_name(NAME)
+        torch.ops.vllm.unified_attention_with_output(query, key, value, out, name)
+        return out * 2
+
+    def fail(*_args, **_kwargs):
+        raise error("in the middle of a prompt")
+
+    layer = Layer(Batch([PROMPT], unwritten=0), monkeypatch)
+    out = torch.zeros_like(layer.batch.query)
+    inputs = layer.batch.query, layer.key, layer.value, out
+    compiled = torch.compile(model, backend=compiler.compile_graph, fullgraph=True)
+    with torch.inference_mode(), override_forward_context(layer.context):
+        expected, code = utils.run_and_get_code(compiled, *inputs)
+        assert "CppWrapperCodeCache" in "".join(code) and expected.any()
+        with monkeypatch.context() as failing:
+            failing.setattr(layer.impl, "forward", fail)
+            with pytest.raises(error, match="in the middle"):
+                compiled(*inputs)
+        assert torch.equal(compiled(*inputs), expected)
 
 
 def test_a_pass_keeps_nothing(monkeypatch):

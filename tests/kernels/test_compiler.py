@@ -34,20 +34,35 @@ def compiled() -> str:
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "options", "expected"),
+    ("backend", "mode", "ahead", "options", "expected"),
     [
-        ("inductor", ONCE, {}, OURS),
-        ("inductor", ONCE, {"cpp_wrapper": False}, "inductor"),
-        ("eager", ONCE, {}, "eager"),
-        ("inductor", CompilationMode.NONE, {}, "inductor"),
+        ("inductor", ONCE, "0", {}, OURS),
+        ("inductor", ONCE, "0", {"cpp_wrapper": False}, "inductor"),
+        ("inductor", ONCE, "1", {}, "inductor"),
+        ("eager", ONCE, "0", {}, "eager"),
+        ("inductor", CompilationMode.NONE, "0", {}, "inductor"),
     ],
 )
-def test_it_compiles_what_inductor_would(backend, mode, options, expected):
+def test_it_compiles_what_inductor_would(
+    backend, mode, ahead, options, expected, monkeypatch
+):
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", ahead)
     compilation = CompilationConfig(
         backend=backend, mode=mode, inductor_compile_config=options
     )
     compiler.launch_from_cpp(compilation)
     assert compilation.backend == expected
+
+
+def test_an_engine_has_its_own_options(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    for options in ({"max_autotune": True}, {"size_asserts": False}):
+        compilation = CompilationConfig(
+            backend="inductor", mode=ONCE, inductor_compile_config=options
+        )
+        compiler.launch_from_cpp(compilation)
+    assert compiler._options == compilation.inductor_compile_config
+    assert "max_autotune" not in compiler._options
 
 
 def test_kernels_are_launched_from_cpp(monkeypatch):

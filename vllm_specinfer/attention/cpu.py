@@ -6,7 +6,6 @@ puts them last, and vLLM's kernel runs the requests from the first of them on.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -185,11 +184,6 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
         # Built while the model is, so that no step waits for a compiler.
         extension.load()
 
-    @cached_property
-    def float_sinks(self) -> torch.Tensor | None:
-        """[H] float32 sink logits, asked for when they have been loaded."""
-        return None if self.sinks is None else self.sinks.float().contiguous()
-
     def typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The cache as what it holds: vLLM has fp8 as bytes."""
         if not self.is_fp8_kv_cache:
@@ -258,7 +252,7 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             tree,
             self.scale,
             self.logits_soft_cap,
-            self.float_sinks,
+            self.sinks,
             layer.isa,
             layer._k_scale_float,
             layer._v_scale_float,

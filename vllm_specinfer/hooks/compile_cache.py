@@ -8,7 +8,9 @@ Reason: ``vllm/compilation/decorators.py`` saves what torch has compiled ahead o
 Removed when: vLLM loads what it has saved.
 """
 
+import hashlib
 import os
+from pathlib import Path
 
 AOT_ENV = "VLLM_USE_AOT_COMPILE"
 FOLDER_ENV = "TORCHINDUCTOR_CACHE_DIR"
@@ -23,11 +25,24 @@ def enable() -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from vllm import envs
 
-    if AOT_ENV in os.environ:
+    # Without the hook, what a call has compiled would run the layers of other models.
+    of_each_model = envs.VLLM_USE_BYTECODE_HOOK
+    if AOT_ENV in os.environ or envs.VLLM_DISABLE_COMPILE_CACHE or not of_each_model:
         return
     os.environ[AOT_ENV] = "0"
     # Torch itself may have set it.
     if os.environ.get(FOLDER_ENV) in (None, default_cache_dir()):
-        os.environ[FOLDER_ENV] = os.path.join(
-            envs.VLLM_CACHE_ROOT, "torch_compile_cache", "inductor"
-        )
+        os.environ[FOLDER_ENV] = str(_folder())
+
+
+def _folder() -> Path:
+    """Of this CPU and this vLLM: inductor keeps code for the one, with the arguments
+    that operators have in the other, and asks for neither when it looks for it."""
+    import torch
+    from vllm import __version__, envs
+
+    from vllm_specinfer.cache import cpu
+
+    made_for = cpu(), torch.backends.cpu.get_cpu_capability(), __version__
+    key = hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
+    return Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", f"inductor-{key}")

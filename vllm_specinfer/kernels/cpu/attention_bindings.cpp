@@ -50,9 +50,9 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
               "query and out must be [T, H, D] with dense heads");
   TORCH_CHECK(query.size(1) % kv_cache.size(1) == 0, "query heads must be a multiple",
               " of ", kv_cache.size(1), "; got ", query.size(1));
-  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() &&
-                         sinks->numel() == query.size(1)),
-              "sinks must be contiguous float32 [", query.size(1), "]");
+  TORCH_CHECK(!sinks || sinks->numel() == query.size(1), "sinks must be [",
+              query.size(1), "]; got ", sinks ? sinks->numel() : 0);
+  const auto float_sinks = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
   TORCH_CHECK(window == 0 || window >= 64 * ancestor_bits.size(1),
               "window must be 0 or at least ", 64 * ancestor_bits.size(1), "; got ",
               window);
@@ -67,7 +67,7 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
     tree::Step<T, K, M> step{
         batch, query.const_data_ptr<T>(), cache, output,
         ancestor_bits.const_data_ptr<int64_t>(),
-        sinks ? sinks->const_data_ptr<float>() : nullptr, query.stride(0),
+        sinks ? float_sinks.const_data_ptr<float>() : nullptr, query.stride(0),
         query.stride(1), out.stride(0), out.stride(1), kv_cache.stride(0),
         kv_cache.stride(1), ancestor_bits.stride(0), (int)ancestor_bits.size(1),
         (float)(scale * k_scale), (float)softcap, (float)v_scale};

@@ -116,21 +116,27 @@ class Passes:
         self._kept = kept
         self._layers = kernels.Layers(names)
         self._names = names
-        # What C++ has to know of each, none where it cannot run it.
-        self._constants: dict[str, Any] = {}
+        # What C++ has to know of a layer with such scales of K and V, which new weights
+        # may change; none where it cannot run it.
+        self._constants: dict[tuple[str, float, float], Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         """One pass, as vLLM has set its context."""
-        context = get_forward_context()
-        # vLLM's operators know to whom a connector sends K and V.
-        if isinstance(context.attn_metadata, dict) and not has_kv_transfer_group():
-            self._begin(context)
         try:
+            self._layers.begin(self._passes(get_forward_context()))
             return self._model(*compress(args, self._kept))
+        except RuntimeError:
+            # What launches kernels from C++ makes one of any exception.
+            if raised := self._layers.raised():
+                raise raised from None
+            raise
         finally:
             self._layers.end()
 
-    def _begin(self, context: ForwardContext) -> None:
+    def _passes(self, context: ForwardContext) -> list[Any]:
+        # vLLM's operators know to whom a connector sends K and V.
+        if not isinstance(context.attn_metadata, dict) or has_kv_transfer_group():
+            return []
         groups: dict[tuple[int, int], Any] = {}
         passes = []
         for name in self._names:
@@ -140,15 +146,16 @@ class Passes:
             group = id(metadata), id(slots)
             if group not in groups:
                 groups[group] = self._make_rows(metadata, slots)
-            if name not in self._constants:
-                self._constants[name] = self._make_constants(layer)
-            rows, constants = groups[group], self._constants[name]
+            key = name, layer._k_scale_float, layer._v_scale_float
+            if key not in self._constants:
+                self._constants[key] = self._make_constants(layer)
+            rows, constants = groups[group], self._constants[key]
             passes.append(
                 (constants, layer.impl.typed(layer.kv_cache), rows)
                 if rows and constants
                 else None
             )
-        self._layers.begin(passes)
+        return passes
 
     def _make_constants(self, layer: Any) -> Any:
         impl = layer.impl
@@ -161,7 +168,7 @@ class Passes:
         if not layout.is_known:
             return None
         return self._kernels.Constants(
-            *(impl.scale, impl.logits_soft_cap, impl.float_sinks),
+            *(impl.scale, impl.logits_soft_cap, impl.sinks),
             *(layer._k_scale_float, layer._v_scale_float),
             *(max(impl.sliding_window, 0), layout.in_tiles),
         )

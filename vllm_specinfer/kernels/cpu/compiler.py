@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
+from vllm import envs
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import LayerName
@@ -25,7 +26,7 @@ from vllm_specinfer.kernels.cpu import compiled_attention
 logger = init_logger(f"vllm.{__name__}")
 
 KEY = "cpp_wrapper"
-# Inductor's options; engines of one process share them.
+# Inductor's options, of the engine of this process that started last.
 _options: dict[str, Any] = {}
 
 
@@ -39,7 +40,10 @@ def launch_from_cpp(compilation: CompilationConfig) -> None:
     options = compilation.inductor_compile_config
     inductor = compilation.backend == "inductor"
     once = compilation.mode == CompilationMode.DYNAMO_TRACE_ONCE
-    if inductor and once and KEY not in options:
+    # What is compiled ahead of time is to be saved, which this is not.
+    ahead = envs.VLLM_USE_AOT_COMPILE
+    if inductor and once and not ahead and KEY not in options:
+        _options.clear()
         _options.update(options)
         compilation.backend = f"{__name__}.{compile_graph.__name__}"
 

@@ -57,10 +57,11 @@ class Layers {
     for (size_t i = 0; i < names.size(); ++i) index_.emplace(names[i], i);
   }
 
-  // A pass of this thread begins: of each layer what it has of it, or vLLM runs it.
+  // A pass of this thread begins: of each layer what it has of it, or vLLM runs it,
+  // as it runs all of them where there are none.
   void begin(std::vector<std::optional<Pass>> passes) {
-    TORCH_CHECK(passes.size() == index_.size(), "there are ", index_.size(),
-                " layers; got passes of ", passes.size());
+    TORCH_CHECK(passes.empty() || passes.size() == index_.size(), "there are ",
+                index_.size(), " layers; got passes of ", passes.size());
     passes_ = std::move(passes);
     current = this;
   }
@@ -68,29 +69,44 @@ class Layers {
   void end() {
     current = nullptr;
     passes_.clear();
+    raised_ = pybind11::none();
   }
 
   // What the layer has now; null where vLLM is to run it.
   static const Pass* find(const std::string& name) {
-    if (!current) return nullptr;
+    if (!current || current->passes_.empty()) return nullptr;
     const auto i = current->index_.find(name);
     if (i == current->index_.end()) return nullptr;
     const auto& pass = current->passes_[i->second];
     return pass ? &*pass : nullptr;
   }
 
+  static void keep(const pybind11::error_already_set& error) {
+    const pybind11::gil_scoped_acquire gil;
+    if (current) current->raised_ = error.value();
+  }
+
+  // What an operator of vLLM's has raised in this pass, or None.
+  pybind11::object raised() const { return raised_; }
+
  private:
-  static thread_local const Layers* current;
+  static thread_local Layers* current;
   std::unordered_map<std::string, size_t> index_;
   std::vector<std::optional<Pass>> passes_;
+  pybind11::object raised_ = pybind11::none();
 };
 
-thread_local const Layers* Layers::current = nullptr;
+thread_local Layers* Layers::current = nullptr;
 
 template <const char* name>
 void call_vllm(Stack* stack) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  op.callBoxed(stack);
+  try {
+    op.callBoxed(stack);
+  } catch (const pybind11::error_already_set& error) {
+    Layers::keep(error);
+    throw;
+  }
 }
 
 constexpr char kWrite[] = "vllm::unified_kv_cache_update";
@@ -145,6 +161,7 @@ void define(pybind11::module_& m) {
   pybind11::class_<Layers>(m, "Layers")
       .def(pybind11::init<std::vector<std::string>>())
       .def("begin", &Layers::begin)
+      .def("raised", &Layers::raised)
       .def("end", &Layers::end);
 }
 

@@ -40,7 +40,7 @@ def tree_attention(
         tree: What each row sees.
         scale: Of the scores.
         softcap: Cap of the scores, 0 for none.
-        sinks: [H] float32 sink logits.
+        sinks: [H] sink logits of any dtype.
         isa: `layer.isa`, which decides the cache's arrangement.
         k_scale: What the cache's K are to be multiplied by.
         v_scale: What its V are to be multiplied by.
