@@ -10,6 +10,8 @@ from tree_attention_cases import Request
 
 SMALL = [Request(80, 9), Request(50, 3, is_tree=False), Request(20, 12)]
 WITH_PREFILL = [*SMALL, Request(5, 70, is_tree=False)]
+# Not as the runner sorts them.
+AFTER_PREFILL = [SMALL[1], Request(5, 70, is_tree=False), SMALL[0]]
 NUM_SPECULATIVE_TOKENS = 20
 
 
@@ -113,17 +115,22 @@ def expected(step: dict[str, Any], **options: Any) -> torch.Tensor:
 
 def mixed_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Steps with trees, some with a prefill that only vLLM's kernel can run."""
-    outputs = []
-    for requests, options, kwargs in (
-        (SMALL, {"softcap": 0.8}, {"sinks": True}),
-        (WITH_PREFILL, {"window": 64}, {}),
-        (WITH_PREFILL, {}, {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}),
+    outputs, bfloat16 = [], {"dtype": torch.bfloat16}
+    for requests, from_row, options, kwargs in (
+        (SMALL, None, {"softcap": 0.8}, {"sinks": True}),
+        (WITH_PREFILL, 24, {"window": 64}, {}),
+        (AFTER_PREFILL, 3, {}, {}),
+        (WITH_PREFILL, 24, {}, {"kv_dtype": torch.float8_e4m3fn, **bfloat16}),
     ):
         step = cases.step(requests, words=1, **kwargs)
         query = step["query"]
         builder = make_builder(step["kv_cache"], query.dtype, query.shape[1])
         metadata = builder.build(0, common_metadata(step), tree=step["tree"])
-        assert metadata.all_rows == (requests is SMALL)
+        if from_row is None:
+            assert metadata.prompts is None
+        else:
+            assert metadata.prompts.num_actual_tokens == len(query) - from_row
+            assert metadata.first_prompt_row == from_row
         outputs.append((attend(step, metadata, **options), expected(step, **options)))
     return outputs
 

@@ -215,22 +215,15 @@ def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
     assert run.stdout.split() == ["coupled", "drawn", "drawn", "tests"]
 
 
-@pytest.mark.parametrize(
-    ("head_size", "element", "group"),
-    [(64, "bf16", 4), (128, "bf16", 4), (256, "bf16", 4), (128, "fp32", 4)]
-    # StarCoder's and Falcon's one KV head.
-    + [(128, "fp32", 48), (256, "bf16", 71)],
-)
-def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(
-    head_size, element, group
-):
-    """99 KiB there; pointers and strides are divisible by 16 as in an engine."""
+def largest_tile(head_size, element, group, target, cache=None):
+    """The kernel with its largest tiles; addresses and strides as in an engine."""
     kernel, size = tree_attention._tree_attention_kernel, 2 if element == "bf16" else 4
     lanes, tile = tiles.tile_shape(512, group, head_size, size)
-    constants = SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False}
+    constants = SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": bool(cache)}
     constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
     constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1, "GROUP": group}
-    data = {f"{name}_ptr": f"*{element}" for name in ("out", "query", "kv_cache")}
+    data = {f"{name}_ptr": f"*{element}" for name in ("out", "query")}
+    data["kv_cache_ptr"] = f"*{cache or element}"
     signature = signature_of(kernel, constants, BLOCKS | data)
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -240,5 +233,28 @@ def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": 8 if lanes >= 128 else 4}
     options["num_stages"] = tiles.num_stages(head_size, size)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options)
-    assert compiled.metadata.shared <= 101376
+    return triton.compile(source, target=target, options=options)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "element", "group"),
+    [(64, "bf16", 4), (128, "bf16", 4), (256, "bf16", 4), (128, "fp32", 4)]
+    # StarCoder's and Falcon's one KV head.
+    + [(128, "fp32", 48), (256, "bf16", 71)],
+)
+def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(
+    head_size, element, group
+):
+    ada = GPUTarget("cuda", 89, 32)
+    compiled = largest_tile(head_size, element, group, ada)
+    assert compiled.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "cache"),
+    [(80, None), (90, "fp8e4nv"), (100, None), (120, "fp8e4nv")],
+)
+def test_the_largest_tiles_compile_for_other_gpus(capability, cache):
+    """Whose tensor cores are used in other ways."""
+    target = GPUTarget("cuda", capability, 32)
+    assert largest_tile(128, "bf16", 4, target, cache).asm["cubin"]

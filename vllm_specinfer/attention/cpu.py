@@ -5,7 +5,7 @@ few rows of requests without a tree, which are chains. Prompts have more. The ru
 puts them last, and vLLM's kernel runs the requests from the first of them on.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.registry import (
     register_backend,
 )
 
+from vllm_specinfer.attention.mixed import MixedAttentionImpl, from_request
 from vllm_specinfer.commit.compaction import CPUCommit
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.kernels.cpu import extension
@@ -98,11 +99,11 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = self.build_level(common_attn_metadata, tree)
         if not tree.all_tree:
-            # The first request that is not ours; ours after it run on both kernels.
+            # The first request that is not ours.
             first = int(tree.is_tree.byte().argmin())
-            prompts = _from_request(common_attn_metadata, first)
+            prompts, row = from_request(common_attn_metadata, first)
             metadata.prompts = super().build(0, prompts, fast_build)
-            metadata.first_prompt_row = int(common_attn_metadata.query_start_loc[first])
+            metadata.first_prompt_row = row
         return metadata
 
     def build_level(
@@ -152,24 +153,7 @@ def _with_chains(
     )
 
 
-def _from_request(
-    common: CommonAttentionMetadata, first: int
-) -> CommonAttentionMetadata:
-    """A step's requests from this one on, as if there were no others."""
-    start = int(common.query_start_loc[first])
-    return replace(
-        common,
-        query_start_loc=common.query_start_loc[first:] - start,
-        query_start_loc_cpu=common.query_start_loc_cpu[first:] - start,
-        seq_lens=common.seq_lens[first:],
-        num_reqs=common.num_reqs - first,
-        num_actual_tokens=common.num_actual_tokens - start,
-        block_table_tensor=common.block_table_tensor[first:],
-        slot_mapping=common.slot_mapping[start:],
-    )
-
-
-class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
+class CPUTreeAttentionImpl(MixedAttentionImpl, CPUAttentionBackendImpl):
     """Runs trees and chains through `tree_attention`, everything else through vLLM.
 
     Layers that cannot run trees are refused when the models are loaded
@@ -191,65 +175,23 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
         is_e5m2 = self.kv_cache_dtype == "fp8_e5m2"
         return kv_cache.view(torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn)
 
-    def forward(
+    def attend_trees(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As in vLLM (vllm/v1/attention/backends/cpu_attn.py).
-
-        Args:
-            layer: The attention layer.
-            query: [T, H, D].
-            key: [T, Hkv, D].
-            value: [T, Hkv, D].
-            kv_cache: [B, Hkv, block_size, 2 * D].
-            attn_metadata: With or without trees.
-            output: [T, H * D] or [T, H, D], written.
-            output_scale: Not supported by the CPU backend.
-            output_block_scale: Not supported by the CPU backend.
-
-        Returns:
-            `output`.
-        """
-        tree = getattr(attn_metadata, "tree", None)
-        stock, first_row = attn_metadata, 0
-        if tree is not None:
-            stock, first_row = attn_metadata.prompts, attn_metadata.first_prompt_row
-        if tree is None or stock is not None:
-            super().forward(
-                layer,
-                query[first_row:],
-                # Layers that share another's K/V have none of their own.
-                None if key is None else key[first_row:],
-                None if value is None else value[first_row:],
-                kv_cache,
-                stock,
-                output[first_row:],
-                output_scale,
-                output_block_scale,
-            )
-        if tree is None:
-            return output
-        # Views cost as much as some rows do, in every layer.
-        rows = output if output.dim() == 3 else output.view(query.shape)
-        if (num_tokens := attn_metadata.num_actual_tokens) < len(query):
-            query, rows = query[:num_tokens], rows[:num_tokens]
+        out: torch.Tensor,
+        metadata: TreeAttentionMetadata,
+    ) -> None:
+        """As in `MixedAttentionImpl`."""
         tree_attention(
             query,
             self.typed(kv_cache),
-            rows,
-            attn_metadata.block_table,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            tree,
+            out,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.tree,
             self.scale,
             self.logits_soft_cap,
             self.sinks,
@@ -258,7 +200,6 @@ class CPUTreeAttentionImpl(CPUAttentionBackendImpl):
             layer._v_scale_float,
             max(self.sliding_window, 0),
         )
-        return output
 
     def do_kv_cache_update(
         self,

@@ -1,9 +1,8 @@
 """vLLM's Triton attention backend with tree rows.
 
-Steps without a tree and steps with a prefill run on vLLM's kernel, where the rows of
-trees are then run again by ours. A step whose requests all have as few rows as a tree
-may have runs on ours alone, trees and causal rows in one launch; so do captured graphs,
-which find the trees of a step in buffers that the builder fills.
+Steps without a tree run on vLLM's kernel. In others requests with as few rows as a tree
+may have run on ours, trees and causal rows in one launch, and prompts on vLLM's; so do
+captured graphs, which find the trees of a step in buffers that the builder fills.
 """
 
 import functools
@@ -36,6 +35,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_specinfer.attention.mixed import MixedAttentionImpl, from_request
 from vllm_specinfer.commit.paths import CommitWalks
 from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
@@ -51,13 +51,15 @@ class TreeAttentionMetadata(TritonAttentionMetadata):
 
     Attributes:
         tree: The step's trees.
-        all_rows: Our kernel runs the rows of requests without a tree, too.
-        row_blocks: What its programs attend.
+        prompts: vLLM's metadata of the step's last requests, None for none of them.
+        first_prompt_row: Where their rows begin.
+        row_blocks: What the programs of our kernel attend.
         tile_rows: Rows of a request that its tiles are made for.
     """
 
     tree: TreeRows | None = None
-    all_rows: bool = False
+    prompts: TritonAttentionMetadata | None = None
+    first_prompt_row: int = 0
     row_blocks: RowBlocks | None = None
     tile_rows: int = 0
 
@@ -67,6 +69,8 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
     # `build` has the argument `tree`.
     takes_trees = True
+    # Our kernel runs causal rows in steps with prompts, too.
+    _runs_chains: ClassVar[bool] = True
     # Prefills run on vLLM's kernel, so a graph holds verification or decoding only.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -146,7 +150,17 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
             return stock
         tree.write_to(self._trees)
         self._holds_trees = True
-        return self._in_verification(stock)
+        if stock.max_query_len <= _most_rows(self._trees):
+            return self._in_verification(stock)
+        first = 0
+        if self._runs_chains:
+            counts = common_attn_metadata.query_start_loc_cpu.diff()
+            first = int((counts > _most_rows(self._trees)).byte().argmax())
+        metadata = self._in_verification(stock, first)
+        prompts, row = from_request(common_attn_metadata, first)
+        metadata.prompts = super().build(0, prompts, fast_build)
+        metadata.first_prompt_row = row
+        return metadata
 
     def build_level(
         self, common: CommonAttentionMetadata, tree: TreeRows
@@ -187,16 +201,27 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         self._captured = True
         return self._in_verification(stock)
 
-    def _in_verification(self, stock: TritonAttentionMetadata) -> TreeAttentionMetadata:
-        blocks = self._lay_out(stock)
+    def _in_verification(
+        self, stock: TritonAttentionMetadata, first: int | None = None
+    ) -> TreeAttentionMetadata:
+        blocks = self._lay_out(stock, first)
         return self._with_trees(stock, self._trees, blocks, self._tree_rows)
 
-    def _lay_out(self, stock: TritonAttentionMetadata) -> RowBlocks:
-        """Which rows the programs of a step attend."""
+    def _lay_out(
+        self, stock: TritonAttentionMetadata, first: int | None = None
+    ) -> RowBlocks:
+        """Which rows the programs of a step attend.
+
+        Args:
+            stock: Of the step.
+            first: The first request of which they attend trees alone.
+        """
         starts = stock.query_start_loc
         num_reqs = len(starts) - 1
-        with_prompts = stock.max_query_len > _most_rows(self._trees)
-        attended = self._trees.is_tree if with_prompts else self._all
+        attended = self._all
+        if first is not None:
+            attended = self._trees.is_tree.clone()
+            attended[:first] = True
         rows = self._rows_per_block(self._tree_rows)
         self._row_blocks.fill(starts, rows, attended)
         most = max_row_blocks(stock.num_actual_tokens, num_reqs, rows)
@@ -213,7 +238,6 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         return TreeAttentionMetadata(
             **values,
             tree=tree,
-            all_rows=stock.max_query_len <= _most_rows(tree),
             row_blocks=row_blocks,
             tile_rows=tile_rows,
         )
@@ -224,8 +248,8 @@ def _most_rows(tree: TreeRows) -> int:
     return tree.ancestor_bits.shape[1] * WORD_BITS
 
 
-class CUDATreeAttentionImpl(TritonAttentionImpl):
-    """Runs tree rows through `tree_attention`, prefills through vLLM."""
+class CUDATreeAttentionImpl(MixedAttentionImpl, TritonAttentionImpl):
+    """Runs trees and chains through `tree_attention`, prefills through vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -248,55 +272,6 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
         """Outputs are not quantized."""
         return False
 
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: TritonAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As in vLLM (vllm/v1/attention/backends/triton_attn.py).
-
-        Args:
-            layer: The attention layer, with the scales of a quantized cache.
-            query: [T, H, D].
-            key: [T, Hkv, D].
-            value: [T, Hkv, D].
-            kv_cache: [B, Hkv, block_size, 2 * D].
-            attn_metadata: With or without trees.
-            output: [T, H * D] or [T, H, D], written.
-            output_scale: Not supported.
-            output_block_scale: Not supported.
-
-        Returns:
-            `output`.
-        """
-        tree = getattr(attn_metadata, "tree", None)
-        if tree is None or not attn_metadata.all_rows:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-            if tree is None:
-                return output
-        num_tokens = attn_metadata.num_actual_tokens
-        query = query[:num_tokens]
-        out = output[:num_tokens].view(query.shape)
-        self.attend_trees(layer, query, kv_cache, out, attn_metadata)
-        return output
-
     def attend_trees(
         self,
         layer: AttentionLayer,
@@ -305,15 +280,7 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
         out: torch.Tensor,
         metadata: TreeAttentionMetadata,
     ) -> None:
-        """Attend the tree rows of a step, with `all_rows` all of them.
-
-        Args:
-            layer: The attention layer, with the scales of a quantized cache.
-            query: [T, H, D].
-            kv_cache: [B, Hkv, block_size, 2 * D].
-            out: [T, H, D], written.
-            metadata: With trees.
-        """
+        """As in `MixedAttentionImpl`."""
         scales = {}
         if self.kv_cache_dtype.startswith("fp8"):
             kv_cache = kv_cache.view(self.fp8_dtype)
@@ -331,7 +298,7 @@ class CUDATreeAttentionImpl(TritonAttentionImpl):
             self.sinks,
             max_query_len=metadata.tile_rows,
             window=self.sliding_window[0] + 1,
-            chains=metadata.all_rows,
+            chains=True,
             row_blocks=metadata.row_blocks,
             **scales,
         )

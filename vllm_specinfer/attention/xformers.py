@@ -22,6 +22,7 @@ from vllm_specinfer.kernels.xformers import tree_attention
 class XformersMetadataBuilder(CUDATreeAttentionMetadataBuilder):
     """As the Triton kernel's."""
 
+    _runs_chains: ClassVar[bool] = False
     # Lengths and trees are read on the host.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -55,7 +56,7 @@ class XformersImpl(CUDATreeAttentionImpl):
             metadata.seq_lens,
             metadata.tree,
             self.scale,
-            chains=metadata.all_rows,
+            chains=metadata.prompts is None,
         )
 
 
