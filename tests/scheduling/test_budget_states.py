@@ -107,9 +107,14 @@ class Budgets(RuleBasedStateMachine):
                 np.testing.assert_allclose(
                     again[name][of], weight * np.array(learned[name][of])
                 )
-        # A second restart changes nothing more.
+        # A second restart changes nothing more, but for rounding.
         budget.recall(again)
-        assert json.dumps(budget.learned()) == json.dumps(again)
+        for name, state in budget.learned().items():
+            if name in ("profile", "draft_size"):
+                assert state == again[name]
+                continue
+            for of in ("products", "values"):
+                np.testing.assert_allclose(state[of], again[name][of], rtol=1e-12)
         self.budget = budget
 
     @invariant()
