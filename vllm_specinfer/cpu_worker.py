@@ -7,7 +7,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_specinfer.hooks import cpu_linear, cpu_v2
-from vllm_specinfer.kernels.cpu import compiler, huge_pages
+from vllm_specinfer.kernels.cpu import compiler, huge_pages, linear
 from vllm_specinfer.ranks import of_first_rank
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.worker import TreeWorker
@@ -36,6 +36,16 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         if extension.load():
             return "CPU_ATTN, C++ kernels"
         return "CPU_ATTN, plain torch without C++ kernels"
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM tells a head nothing of new weights that it shares."""
+        super().reload_weights(*args, **kwargs)
+        linear.copy_again(self.model_runner.get_model())
+
+    def finish_weight_update(self) -> None:
+        """As `reload_weights`."""
+        super().finish_weight_update()
+        linear.copy_again(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """K/V lie in huge pages."""

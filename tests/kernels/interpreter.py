@@ -142,7 +142,7 @@ def _name_semantic(
 
 def _share_shapes(tl: ModuleType, semantic: type) -> None:
     """Checks, wraps and compares a shape once, where Triton does it for every value of
-    a kernel: a third of the time that it takes to interpret one."""
+    a kernel: a good part of the time that it takes to interpret one."""
     of_type, of_tensor = tl.block_type.__init__, tl.tensor.__init__
     broadcast = semantic.broadcast_impl_value
     types, tensors, shapes, sizes_of = {}, {}, {}, {}

@@ -14,6 +14,7 @@ from vllm_specinfer.hooks import cpu_linear
 from vllm_specinfer.kernels.cpu import linear as cpu_kernels
 from vllm_specinfer.kernels.cpu.linear import (
     DTYPES,
+    copy_again,
     kernel_for,
     row_sizes,
     take_over,
@@ -196,6 +197,40 @@ def test_a_layer_is_taken_over_with_its_weight_or_without(tiles, remove):
     if remove:  # the head is not asked what its rows cost
         model = nn.Sequential(layer)
         assert row_sizes(model, 40) == ([16, 32, 48] if tiles else [])
+
+
+@pytest.mark.parametrize("first", DTYPES)
+@pytest.mark.parametrize("then", DTYPES)
+def test_new_weights_have_the_bytes_of_those_before_or_are_refused(first, then):
+    """What has been compiled goes by their type."""
+    layer = nn.Linear(32, 40, bias=False).requires_grad_(False)
+    layer.weight.copy_(random(40, 32, dtype=first))
+    take_over(layer, True)
+    multiply, size = layer.cpu_linear, layer.weight.nbytes
+    weight = random(40, 32, dtype=then, seed=1).float()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    # Those of bfloat16 are numbers of float16, too, but for large and small ones.
+    refused = [(torch.bfloat16, torch.float16), *((d, torch.float32) for d in HALF)]
+    if (first, then) in refused:
+        with pytest.raises(ValueError, match=f"must be numbers of {first}"):
+            take_over(layer, True)
+        return
+    take_over(layer, True)
+    assert layer.weight.nbytes == size
+    x = random(3, 32, dtype=torch.float32)
+    found = multiply(x, layer.weight, None)
+    torch.testing.assert_close(found, linear(x, weight))
+
+
+def test_a_head_has_the_new_weights_of_its_embedding():
+    head = nn.Linear(32, 40, bias=False).requires_grad_(False)
+    take_over(head, False)
+    head.weight.copy_(random(40, 32, dtype=torch.float32))
+    model = nn.Sequential(head)
+    copy_again(model)
+    x = random(3, 32, dtype=torch.float32)
+    found = head.cpu_linear(x, head.weight, None)
+    torch.testing.assert_close(found, linear(x, head.weight))
 
 
 @pytest.mark.parametrize("ours", [True, False])

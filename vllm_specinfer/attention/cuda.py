@@ -214,7 +214,7 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
         Args:
             stock: Of the step.
-            first: The first request of which they attend trees alone.
+            first: The first request of which they attend trees alone; None for none.
         """
         starts = stock.query_start_loc
         num_reqs = len(starts) - 1

@@ -42,11 +42,36 @@ class Kernel(NamedTuple):
     weight: torch.Tensor
 
 
-def kernel_for(weight: torch.Tensor) -> Kernel | None:
+class OfCopy:
+    """Multiplies by a copy of a layer's weight, which others read as it was.
+
+    Attributes:
+        kernel: With the copy.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        """Multiply with this."""
+        self.kernel = kernel
+
+    def __call__(
+        self, x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `Kernel.linear`, whatever weight is given."""
+        return self.kernel.linear(x, self.kernel.weight, bias)
+
+
+def kernel_for(
+    weight: torch.Tensor, stored: torch.dtype | None = None
+) -> Kernel | None:
     """What to multiply with, or None where vLLM's own way is the better one.
 
     Args:
         weight: [N, K].
+        stored: The type of a float32 weight's bytes; by default the smallest that has
+            every number of it.
+
+    Raises:
+        ValueError: `stored` has not.
     """
     if (
         weight.dtype not in DTYPES
@@ -68,9 +93,14 @@ def kernel_for(weight: torch.Tensor) -> Kernel | None:
             return None
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
         return Kernel(multiply, _in_tiles(weight))
-    stored = _in_few_bytes(weight)
-    multiply = partial(operators.linear.default, outputs=outputs, stored=stored.dtype)
-    strips = _in_strips(stored, kernels.strip)
+    fewer = _in_few_bytes(weight, (stored,) if stored else _SMALLER)
+    if stored not in (None, fewer.dtype):
+        raise ValueError(
+            f"new weights of a float32 engine must be numbers of {stored}, as those "
+            "that it was started with; got others: start it with float32 weights"
+        )
+    multiply = partial(operators.linear.default, outputs=outputs, stored=fewer.dtype)
+    strips = _in_strips(fewer, kernels.strip)
     return Kernel(multiply, strips.view(weight.dtype))
 
 
@@ -83,16 +113,30 @@ def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
 
     Returns:
         What multiplies; None where they are not.
+
+    Raises:
+        ValueError: A weight takes the place of one whose bytes were of a smaller type,
+            for which models have been compiled, and is none of that.
     """
-    kernel = kernel_for(layer.weight)
+    before = getattr(layer, "cpu_linear", None)
+    stored = before.keywords.get("stored") if isinstance(before, partial) else None
+    kernel = kernel_for(layer.weight, stored)
     if kernel is None:
         return None
     if remove_weight:
         layer.weight = nn.Parameter(kernel.weight, requires_grad=False)
         layer.cpu_linear = kernel.linear
     else:
-        layer.cpu_linear = lambda x, _, bias: kernel.linear(x, kernel.weight, bias)
+        layer.cpu_linear = OfCopy(kernel)
     return kernel.linear
+
+
+def copy_again(model: nn.Module) -> None:
+    """Copies of weights that are others by now, as of heads tied to an embedding."""
+    for module in model.modules():
+        linear = getattr(module, "cpu_linear", None)
+        if isinstance(linear, OfCopy):
+            linear.kernel = kernel_for(module.weight)
 
 
 def row_sizes(model: nn.Module, most: int) -> list[int]:
@@ -110,13 +154,15 @@ def row_sizes(model: nn.Module, most: int) -> list[int]:
     return [*range(step, most + step, step)]
 
 
-def _in_few_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """The weights in the smallest type that has every one of them."""
+def _in_few_bytes(
+    weight: torch.Tensor, smaller: tuple[torch.dtype, ...]
+) -> torch.Tensor:
+    """The weights in the first of these types that has every one of them, or as is."""
     if weight.dtype == torch.float32:
-        for dtype in _SMALLER:
-            smaller = weight.to(dtype)
-            if torch.equal(smaller.to(weight.dtype), weight):
-                return smaller
+        for dtype in smaller:
+            fewer = weight.to(dtype)
+            if torch.equal(fewer.to(weight.dtype), weight):
+                return fewer
     return weight
 
 

@@ -1,0 +1,64 @@
+"""New weights for a running engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests import processes
+from tests.e2e import engine
+from tests.e2e.models import noisy_copy, tiny_llama
+
+PROMPT, LENGTH = [1, 2, 3], 24
+
+
+def generate(job: tuple[dict, list[str]]) -> list[list[int]]:
+    """Greedy texts of an engine, then with the weights of each of these folders.
+
+    Args:
+        job: Its arguments, and the folders.
+    """
+    from vllm import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    arguments, folders = job
+    llm, texts = LLM(**arguments, enforce_eager=True), []
+    for folder in [None, *folders]:
+        if folder is not None:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+        texts.append(output.outputs[0].token_ids)
+    return texts
+
+
+def published(folder: Path, seed: int, dtype: torch.dtype) -> str:
+    """A model whose head is its embedding, in a type of 16 bits or in float32."""
+    made = tiny_llama(folder, seed, num_hidden_layers=1, tie_word_embeddings=True)
+    LlamaForCausalLM.from_pretrained(made).to(dtype).save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_texts_are_those_of_the_new_weights(tmp_path, first):
+    models = [
+        published(tmp_path / f"model{seed}", seed, dtype)
+        for seed, dtype in ((0, first), (1, torch.bfloat16), (2, torch.bfloat16))
+    ]
+    ssm = noisy_copy(models[0], tmp_path / "ssm", noise=0.05)
+    plain = [processes.call(generate, (engine.tiny(m), []))[0] for m in models]
+    spec = {"method": "specinfer", "model": ssm, "scheduler": "static"}
+    llm = {**engine.tiny(models[0]), "speculative_config": spec}
+    texts = processes.call(generate, (llm, models[1:]))
+    assert texts == plain and len(set(map(tuple, texts))) == 3
+
+
+def test_weights_that_need_more_bytes_are_refused(tmp_path):
+    few, many = (
+        published(tmp_path / str(dtype), 0, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    spec = {"method": "specinfer", "model": "ngram"}
+    llm = {**engine.tiny(few), "speculative_config": spec}
+    with pytest.raises(Exception, match="must be numbers of torch.bfloat16"):
+        processes.call(generate, (llm, [many]))
