@@ -99,14 +99,11 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
 def _fails(name: str, check: Callable[[], None]) -> bool:
     try:
         check()
-    except ModuleNotFoundError as error:
-        left_out = error.name == "xformers"
-        kind = "left out:" if left_out else "FAILED"
-        print(f"{kind} {name}: {error}", flush=True)
-        return not left_out
     except Exception as error:  # a wrong kernel must not hide the next one
-        print(f"FAILED {name}: {error}", flush=True)
-        return True
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        fails = missing != "xformers"
+        print("FAILED" if fails else "left out:", f"{name}: {error}", flush=True)
+        return fails
     return False
 
 
