@@ -40,12 +40,12 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM tells a head nothing of new weights that it shares."""
         super().reload_weights(*args, **kwargs)
-        linear.copy_again(self.model_runner.get_model())
+        linear.drop_copies(self.model_runner.get_model())
 
     def finish_weight_update(self) -> None:
         """As `reload_weights`."""
         super().finish_weight_update()
-        linear.copy_again(self.model_runner.get_model())
+        linear.drop_copies(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """K/V lie in huge pages."""

@@ -1,6 +1,7 @@
 """Linear layers on a CPU: products, what is left to vLLM, and who gets them."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from vllm.model_executor.layers import utils
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.hooks import cpu_linear
+from vllm_specinfer.kernels.cpu import huge_pages
 from vllm_specinfer.kernels.cpu import linear as cpu_kernels
 from vllm_specinfer.kernels.cpu.linear import (
     DTYPES,
-    copy_again,
+    drop_copies,
     kernel_for,
     row_sizes,
     take_over,
@@ -225,12 +227,24 @@ def test_new_weights_have_the_bytes_of_those_before_or_are_refused(first, then):
 def test_a_head_has_the_new_weights_of_its_embedding():
     head = nn.Linear(32, 40, bias=False).requires_grad_(False)
     take_over(head, False)
-    head.weight.copy_(random(40, 32, dtype=torch.float32))
-    model = nn.Sequential(head)
-    copy_again(model)
     x = random(3, 32, dtype=torch.float32)
-    found = head.cpu_linear(x, head.weight, None)
-    torch.testing.assert_close(found, linear(x, head.weight))
+    for seed in range(2):
+        head.weight.copy_(random(40, 32, dtype=torch.float32, seed=seed))
+        drop_copies(nn.Sequential(head))
+        found = head.cpu_linear(x, head.weight, None)
+        torch.testing.assert_close(found, linear(x, head.weight))
+
+
+def test_an_embedding_by_which_nothing_multiplies_is_not_copied(monkeypatch):
+    """Nor is a head twice."""
+    layer = nn.Linear(32, 40, bias=False).requires_grad_(False)
+    copies = mock.Mock(side_effect=huge_pages.empty)
+    monkeypatch.setattr(huge_pages, "empty", copies)
+    take_over(layer, False)
+    assert not copies.called
+    for _ in range(2):
+        layer.cpu_linear(random(3, 32, dtype=torch.float32), layer.weight, None)
+    copies.assert_called_once()
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -63,9 +63,17 @@ def vllm_config() -> VllmConfig:
     return config
 
 
-def make_scheduler(asynchronous: bool = False) -> SpecInferScheduler:
-    """A scheduler of NUM_BLOCKS blocks, less vLLM's null block."""
+def make_scheduler(
+    asynchronous: bool = False, max_num_tokens: int = 48
+) -> SpecInferScheduler:
+    """A scheduler of NUM_BLOCKS blocks, less vLLM's null block.
+
+    Args:
+        asynchronous: It schedules a step before the one before has ended.
+        max_num_tokens: Rows of a step.
+    """
     config = vllm_config()
+    config.scheduler_config.max_num_scheduled_tokens = max_num_tokens
     config.scheduler_config.async_scheduling = asynchronous
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(
@@ -215,6 +223,7 @@ class Engine:
             emitted[req_id] = self._run(request, num_rows, len(drafts))
             self.worker.draft(req_id)
         scheduler.update_from_output(output, output_of(emitted))
+        most_nodes = min(most_nodes, output.num_spec_tokens_to_schedule)
         trees = {r: [7] * self.rng.randint(0, most_nodes) for r in emitted}
         parents = [[-1] * len(tree) for tree in trees.values()]
         scheduler.update_draft_token_ids(

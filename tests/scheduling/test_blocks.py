@@ -24,18 +24,26 @@ class Pool:
         self.free += blocks
 
 
+class Running(SimpleNamespace):
+    """A request as vLLM has it; its next step runs a token and the drafts."""
+
+    num_output_placeholders = num_in_flight_tokens = 0
+
+    @property
+    def num_tokens_with_spec(self):
+        return self.num_computed_tokens + 1 + len(self.spec_token_ids)
+
+
 def make(free, max_num_tokens=16, **held):
     """Requests by name with (tokens computed, rows, blocks)."""
     running, group = [], SimpleNamespace(block_size=SIZE, req_to_blocks={})
     for number, (req_id, (computed, rows, num_blocks)) in enumerate(held.items()):
         group.req_to_blocks[req_id] = [100 * number + i for i in range(num_blocks)]
         running.append(
-            SimpleNamespace(
+            Running(
                 request_id=req_id,
                 num_computed_tokens=computed,
-                num_tokens_with_spec=computed + rows,
-                num_output_placeholders=0,
-                num_in_flight_tokens=0,
+                spec_token_ids=[7] * (rows - 1),
             )
         )
     pool = Pool(free)
@@ -89,6 +97,22 @@ def test_a_request_in_flight_keeps_all_its_blocks():
     running[0].num_in_flight_tokens = 1
     assert slots.give_back(running, 1, num_blocks=9) == {"b": [2]}
     assert pool.free == [103, 102]
+
+
+@pytest.mark.parametrize(("in_flight", "dropped"), [(False, "cd"), (True, "abcd")])
+def test_the_last_requests_lose_their_drafts_until_that_saves_enough(
+    in_flight, dropped
+):
+    # Blocks saved: two by c, one by a, none by b; d gives one back unless in flight.
+    of_all = {"a": (5, 6, 2), "b": (4, 2, 2), "c": (5, 7, 2), "d": (3, 8, 3)}
+    slots, running, *_ = make(free=0, max_num_tokens=99, **of_all)
+    for request in running:
+        request.num_in_flight_tokens = int(in_flight)
+    slots.drop_drafts(running, 1, num_blocks=0)
+    assert all(request.spec_token_ids for request in running)
+    slots.drop_drafts(running, 1, num_blocks=3)
+    without = [r.request_id for r in running if not r.spec_token_ids]
+    assert "".join(without) == dropped
 
 
 def test_tables_end_with_the_blocks_that_are_left():

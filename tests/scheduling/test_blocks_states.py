@@ -15,6 +15,7 @@ from tests.scheduling.block_worker import (
     AsyncEngine,
     Engine,
 )
+from vllm_specinfer.scheduling.blocks import SlotsOfTrees
 from vllm_specinfer.scheduling.scheduler import SpecInferScheduler
 from vllm_specinfer.scheduling.step_stats import RETURNED_BLOCKS, SHORT_STEPS
 
@@ -78,7 +79,11 @@ def test_short_of_blocks_trees_give_back_theirs_and_fewer_requests_are_preempted
     assert sum(e.scheduler._blocks[RETURNED_BLOCKS] for e in engines) > 0
     with mock.patch.object(SpecInferScheduler, "schedule", Scheduler.schedule):
         kept = [traffic(seed).preemptions for seed in range(5)]
-    assert sum(e.preemptions for e in engines) < 0.7 * sum(kept)
+    num_preemptions = sum(e.preemptions for e in engines)
+    assert num_preemptions < 0.6 * sum(kept)
+    with mock.patch.object(SlotsOfTrees, "drop_drafts"):
+        kept = [traffic(seed).preemptions for seed in range(5)]
+    assert num_preemptions < 0.9 * sum(kept)
 
 
 class AsyncBlocks(Blocks):

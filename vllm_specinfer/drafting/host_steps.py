@@ -156,7 +156,7 @@ class HostSteps:
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         stats.seconds[DRAFT] += self._finished_at - started
-        if work is not None and step.decodes_only:
+        if work is not None and step.decodes_only and len(growing) == len(step.slots):
             # The host's own work is part of it: of many requests it is no little.
             seconds = self._finished_at - proposed_at
             self._budget.observe_draft(len(growing), *work, seconds)
@@ -175,7 +175,9 @@ class HostSteps:
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        (growing,) = (sampled > 0).nonzero()
+        # Where one more token may come, the root's row brings it.
+        may_go_on = total + 1 < requests.max_seq_len[slots]
+        (growing,) = ((sampled > 0) & may_go_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
         state_starts = None
@@ -195,7 +197,7 @@ class HostSteps:
             all_token_ids=token_rows(requests.all_token_ids),
             decodes_only=known
             and not started
-            and len(growing) == len(slots)
+            and (sampled > 0).all()
             and input_batch.num_tokens <= len(slots) * (self._trees.num_nodes + 1),
             tests_draws=self._tests_draws,
             states=states,

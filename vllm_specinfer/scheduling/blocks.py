@@ -69,6 +69,36 @@ class SlotsOfTrees:
                     break
         return missing
 
+    def drop_drafts(
+        self, running: Sequence["Request"], lookahead: int, num_blocks: int
+    ) -> None:
+        """Take their drafts from requests, the last first, until this saves so much.
+
+        Where that is not enough, vLLM preempts the last ones, with all they hold.
+
+        Args:
+            running: The requests in vLLM's order.
+            lookahead: As of `missing`.
+            num_blocks: How many blocks to save: not to need, or to be given back.
+        """
+        for request in reversed(running):
+            if num_blocks <= 0:
+                break
+            before = self._lacking(request, lookahead)
+            request.spec_token_ids = []
+            num_blocks -= before - self._lacking(request, lookahead)
+
+    def _lacking(self, request: "Request", lookahead: int) -> int:
+        """Blocks that a request needs beyond its own; those it could give back less."""
+        slots = min(_end_of_rows(request) + lookahead, self._max_model_len)
+        lacking = [
+            -(-slots // group.block_size) - len(group.req_to_blocks[request.request_id])
+            for group in self._groups
+        ]
+        if request.num_in_flight_tokens:
+            return sum(max(0, of_group) for of_group in lacking)
+        return sum(lacking)
+
     def give_back(
         self, running: Sequence["Request"], lookahead: int, num_blocks: int
     ) -> dict[str, list[int]]:

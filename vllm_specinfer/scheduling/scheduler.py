@@ -22,6 +22,7 @@ from vllm_specinfer.scheduling.step_stats import (
     NO_ROOM,
     PREFILL,
     RETURNED_BLOCKS,
+    SCHEDULE,
     SHORT_STEPS,
     StepStats,
     WorkerStats,
@@ -44,11 +45,14 @@ class SpecInferScheduler(Scheduler):
         if current_platform.is_cpu():
             cpu_v2.enable_in_frontend()
         super().__init__(*args, **kwargs)
+        # What the worker says, and what it is: it knows how many nodes, not why.
+        self._reasons: dict[str, str] = {}
         if self.dynamic_sd_lookup is None:
             # Without one, a request that joins by one token gets rows for a whole tree,
             # for which there is no tree and perhaps no room.
             every_size = self.scheduler_config.max_num_seqs + 1
             self.dynamic_sd_lookup = [self.num_spec_tokens] * every_size
+            self._reasons = {SCHEDULE: NO_ROOM}
         # vLLM 0.33 asks for no drafts inside a prompt, nor before a request's last
         # token; but the SSMs read prompts along with the target.
         self.can_skip_drafts = False
@@ -179,12 +183,40 @@ class SpecInferScheduler(Scheduler):
             self._step = None
         return stats
 
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """As vLLM's, which asks for the next drafts here: no more than have room."""
+        scheduler_output.num_spec_tokens_to_schedule = min(
+            scheduler_output.num_spec_tokens_to_schedule,
+            self._most_nodes(scheduler_output.num_scheduled_tokens),
+        )
+        super()._update_after_schedule(scheduler_output)
+
+    def _most_nodes(self, scheduled: dict[str, int]) -> int:
+        """Nodes of a tree so that all requests have rows in the next step.
+
+        vLLM gives rows to whom it has had longest first, and then to prompts. While
+        there are any, half of the rows are theirs: a node is only a guess.
+        """
+        num_running, num_waiting = self.get_request_counts()
+        joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
+        num_rows = self.max_num_scheduled_tokens
+        if joining or any(
+            request.num_computed_tokens + scheduled.get(request.request_id, 0)
+            < request.num_tokens
+            for request in self.running
+        ):
+            num_rows //= 2
+        return max(0, num_rows // max(1, num_running + joining) - 1)
+
     def _give_back(self) -> dict[str, list[int]]:
-        """Free the blocks that the step lacks; see `SlotsOfTrees.give_back`."""
+        """Free the blocks that the step lacks, or do without; see `SlotsOfTrees`."""
         pool = self.kv_cache_manager.block_pool
         num_free = pool.get_num_free_blocks()
-        missing = self._slots.missing(self.running, LEAST_LOOKAHEAD)
-        kept = self._slots.give_back(self.running, LEAST_LOOKAHEAD, missing)
+        slots, asked = self._slots, (self.running, LEAST_LOOKAHEAD)
+        kept = slots.give_back(*asked, slots.missing(*asked))
+        if (missing := slots.missing(*asked)) > 0:
+            slots.drop_drafts(*asked, missing)
+            kept |= slots.give_back(*asked, slots.missing(*asked))
         returned = pool.get_num_free_blocks() - num_free
         self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})
         if self._checked:
@@ -209,7 +241,8 @@ class SpecInferScheduler(Scheduler):
             ):
                 step.plain[PREFILL] += 1
             else:
-                step.plain[worker.reasons.get(req_id, NO_ROOM)] += 1
+                reason = worker.reasons.get(req_id, NO_ROOM)
+                step.plain[self._reasons.get(reason, reason)] += 1
         for phase, seconds in worker.seconds.items():
             step.microseconds[phase] = round(seconds * 1e6)
         return step

@@ -11,6 +11,7 @@ tiles for `tile_rows.cpp`, and float16, which such a CPU multiplies, too, is one
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -42,21 +43,24 @@ class Kernel(NamedTuple):
     weight: torch.Tensor
 
 
+@dataclass(eq=False)
 class OfCopy:
     """Multiplies by a copy of a layer's weight, which others read as it was.
+
+    It is made for the first product: of most embeddings there is none.
 
     Attributes:
         kernel: With the copy.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
-        """Multiply with this."""
-        self.kernel = kernel
+    kernel: Kernel | None = field(default=None, init=False, repr=False)
 
     def __call__(
-        self, x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `Kernel.linear`, whatever weight is given."""
+        """As `Kernel.linear`, by the weight as it was when it was copied."""
+        if self.kernel is None:
+            self.kernel = kernel_for(weight)
         return self.kernel.linear(x, self.kernel.weight, bias)
 
 
@@ -73,24 +77,11 @@ def kernel_for(
     Raises:
         ValueError: `stored` has not.
     """
-    if (
-        weight.dtype not in DTYPES
-        or weight.device.type != "cpu"
-        or weight.dim() != 2
-        or not weight.is_contiguous()
-        or not weight.numel()
-        or weight.shape[1] % 2
-        or not torch.cpu._is_avx2_supported()
-        or (kernels := extension.load()) is None
-    ):
+    if not _fits(weight):
         return None
     _describe()
     operators, outputs = torch.ops.vllm_specinfer, len(weight)
-    if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
-        whole = weight.dtype == torch.bfloat16 and not weight.shape[1] % _DEPTH
-        # The first product of an engine may be this one.
-        if not (whole and kernels.tile_rows and torch.cpu._init_amx()):
-            return None
+    if _goes_in_tiles(weight):
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
         return Kernel(multiply, _in_tiles(weight))
     fewer = _in_few_bytes(weight, (stored,) if stored else _SMALLER)
@@ -100,7 +91,7 @@ def kernel_for(
             "that it was started with; got others: start it with float32 weights"
         )
     multiply = partial(operators.linear.default, outputs=outputs, stored=fewer.dtype)
-    strips = _in_strips(fewer, kernels.strip)
+    strips = _in_strips(fewer, extension.load().strip)
     return Kernel(multiply, strips.view(weight.dtype))
 
 
@@ -118,25 +109,24 @@ def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
         ValueError: A weight takes the place of one whose bytes were of a smaller type,
             for which models have been compiled, and is none of that.
     """
-    before = getattr(layer, "cpu_linear", None)
-    stored = before.keywords.get("stored") if isinstance(before, partial) else None
-    kernel = kernel_for(layer.weight, stored)
-    if kernel is None:
+    if not _fits(layer.weight):
         return None
     if remove_weight:
-        layer.weight = nn.Parameter(kernel.weight, requires_grad=False)
-        layer.cpu_linear = kernel.linear
+        before = getattr(layer, "cpu_linear", None)
+        stored = before.keywords.get("stored") if isinstance(before, partial) else None
+        layer.cpu_linear, strips = kernel_for(layer.weight, stored)
+        layer.weight = nn.Parameter(strips, requires_grad=False)
     else:
-        layer.cpu_linear = OfCopy(kernel)
-    return kernel.linear
+        layer.cpu_linear = OfCopy()
+    return layer.cpu_linear
 
 
-def copy_again(model: nn.Module) -> None:
-    """Copies of weights that are others by now, as of heads tied to an embedding."""
+def drop_copies(model: nn.Module) -> None:
+    """Forget copies of weights that are others by now, as of heads that are tied."""
     for module in model.modules():
         linear = getattr(module, "cpu_linear", None)
         if isinstance(linear, OfCopy):
-            linear.kernel = kernel_for(module.weight)
+            linear.kernel = None
 
 
 def row_sizes(model: nn.Module, most: int) -> list[int]:
@@ -152,6 +142,31 @@ def row_sizes(model: nn.Module, most: int) -> list[int]:
         return []
     step = extension.load().tile_rows
     return [*range(step, most + step, step)]
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    """Whether the kernels are the better way to multiply by this."""
+    if (
+        weight.dtype not in DTYPES
+        or weight.device.type != "cpu"
+        or weight.dim() != 2
+        or not weight.is_contiguous()
+        or not weight.numel()
+        or weight.shape[1] % 2
+        or not torch.cpu._is_avx2_supported()
+        or (kernels := extension.load()) is None
+    ):
+        return False
+    if not _goes_in_tiles(weight):
+        return True
+    whole = weight.dtype == torch.bfloat16 and not weight.shape[1] % _DEPTH
+    # The first product of an engine may be this one.
+    return bool(whole and kernels.tile_rows and torch.cpu._init_amx())
+
+
+def _goes_in_tiles(weight: torch.Tensor) -> bool:
+    """Whether the CPU multiplies such weights in tiles or not at all."""
+    return weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported()
 
 
 def _in_few_bytes(

@@ -1,0 +1,64 @@
+"""Rows of a step are everybody's: trees leave some to other requests and to prompts."""
+
+import pytest
+
+from tests.scheduling.block_worker import (
+    NUM_NODES,
+    SLOTS,
+    AsyncEngine,
+    Engine,
+    make_scheduler,
+)
+
+
+def rows_of_steps(engine, num_steps):
+    """What each request may run in each step, by request id."""
+    steps, schedule = [], engine.scheduler.schedule
+
+    def noted():
+        steps.append(schedule())
+        return steps[-1]
+
+    engine.scheduler.schedule = noted
+    for _ in range(num_steps):
+        engine.step(NUM_NODES)
+    return [output.num_scheduled_tokens for output in steps]
+
+
+@pytest.fixture(params=[Engine, AsyncEngine])
+def make(request):
+    """Makes an engine with so many rows in a step, whose trees are full and wrong."""
+
+    def made(num_rows):
+        asynchronous = request.param is AsyncEngine
+        engine = request.param(make_scheduler(asynchronous, num_rows), 0)
+        engine.rng.randint, engine.rng.choice = max, min
+        return engine
+
+    return made
+
+
+def test_no_request_waits_for_the_trees_of_others(make):
+    # Two full trees are 14 rows.
+    engine = make(2 * SLOTS)
+    for text in range(SLOTS):
+        engine.add(length=1, text=text, max_tokens=12)
+    for rows in rows_of_steps(engine, 5)[1:]:
+        assert len(rows) == SLOTS
+
+
+def test_prompts_have_half_of_the_rows(make):
+    engine = make(16)
+    for text in range(2):
+        engine.add(length=1, text=text, max_tokens=30)
+    assert sum(rows_of_steps(engine, 2)[-1].values()) == 2 * (NUM_NODES + 1)
+    engine.add(length=24, text=9, max_tokens=2)
+    # The trees of the first of these steps are there already.
+    assert [rows["3"] for rows in rows_of_steps(engine, 2)] == [2, 12]
+
+
+def test_trees_are_as_large_as_ever_where_there_is_room(make):
+    engine = make(SLOTS * (NUM_NODES + 1))
+    for text in range(SLOTS):
+        engine.add(length=1, text=text, max_tokens=12)
+    assert sum(rows_of_steps(engine, 3)[-1].values()) == SLOTS * (NUM_NODES + 1)
