@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_specinfer import compat, flags, plugin
+from vllm_specinfer.hooks import compile_cache
 
 # Prints every config of a list of engine arguments, one line each.
 DUMP = """
@@ -161,19 +162,30 @@ def test_a_refusal_changes_nothing(arguments):
     assert flag == vllm.config.vllm.HAS_TRITON
 
 
-def test_the_next_engine_without_specinfer_gets_its_own_runner_back(arguments):
+@pytest.mark.parametrize("processes", [True, False])
+def test_the_next_engine_without_specinfer_gets_its_own_runner_back(
+    processes, arguments, monkeypatch
+):
     import vllm.config.vllm
     from vllm import EngineArgs, envs
 
+    for name in compile_cache.AOT_ENV, compile_cache.FOLDER_ENV:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(processes)))
     flag = vllm.config.vllm.HAS_TRITON
     args = arguments()
     assert args.create_engine_config().use_v2_model_runner
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert os.environ[compile_cache.AOT_ENV] == "0"
     envs.enable_envs_cache()  # as an engine does where it runs
     plain = EngineArgs(model=args.model, skip_tokenizer_init=True)
     assert not plain.create_engine_config().use_v2_model_runner
     assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
     assert flag == vllm.config.vllm.HAS_TRITON
+    # Models of this process may still be compiled so.
+    for name in compile_cache.AOT_ENV, compile_cache.FOLDER_ENV:
+        assert (name in os.environ) == (not processes)
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.34.0", "1.0.0", "dev", "0.320.0"])

@@ -1,6 +1,7 @@
 """The attention backend on a CPU: metadata builder, implementation, registration."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -189,6 +190,19 @@ def test_a_prompt_or_an_engine_without_trees_is_the_stock_step(
     ours = make_impl(batch, monkeypatch)
     expected = forward(batch, stock, metadata)
     assert torch.equal(forward(batch, ours, metadata), expected)
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_a_plain_engine_has_vllms_attention_in_any_process(trees):
+    spec = SpecInferConfig.__new__(SpecInferConfig) if trees else None
+    with mock.patch.object(
+        cpu,
+        "get_current_vllm_config_or_none",
+        lambda: mock.Mock(speculative_config=spec),
+    ):
+        found = cpu.CPUTreeAttentionBackend.get_impl_cls()
+    ours, stock = cpu.CPUTreeAttentionImpl, cpu_attn.CPUAttentionBackendImpl
+    assert found is (ours if trees else stock)
 
 
 def test_register_replaces_the_cpu_backend_and_may_run_twice():

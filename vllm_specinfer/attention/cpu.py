@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
@@ -65,15 +66,14 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # A plain engine that starts in this process later finds this builder, too.
-        speculative_config = self.vllm_config.speculative_config
-        drafts_trees = isinstance(speculative_config, SpecInferConfig)
+        self._runs_chains = _drafts_trees(self.vllm_config) and self._has_kernel()
+
+    def _has_kernel(self) -> bool:
+        """Of our own, for caches like these."""
         layout = page_layout(
             self.isa, self.kv_cache_spec.dtype, self.block_size, self.head_dim
         )
-        self._runs_chains = (
-            drafts_trees and layout.is_known and extension.load() is not None
-        )
+        return layout.is_known and extension.load() is not None
 
     def build(
         self,
@@ -121,6 +121,11 @@ class CPUTreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             scheduler_metadata=None,  # only vLLM's kernel reads it
             tree=tree,
         )
+
+
+def _drafts_trees(config: VllmConfig | None) -> bool:
+    """No, of a plain engine that starts in a process where there was one with trees."""
+    return config is None or isinstance(config.speculative_config, SpecInferConfig)
 
 
 def _with_chains(
@@ -219,9 +224,10 @@ class CPUTreeAttentionBackend(CPUAttentionBackend):
     """Stands in for CPU_ATTN; its name must stay that of the enum member."""
 
     @staticmethod
-    def get_impl_cls() -> type[CPUTreeAttentionImpl]:
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         """The implementation."""
-        return CPUTreeAttentionImpl
+        trees = _drafts_trees(get_current_vllm_config_or_none())
+        return CPUTreeAttentionImpl if trees else CPUAttentionBackendImpl
 
     @staticmethod
     def get_builder_cls() -> type[CPUTreeAttentionMetadataBuilder]:

@@ -15,12 +15,15 @@ from pathlib import Path
 AOT_ENV = "VLLM_USE_AOT_COMPILE"
 FOLDER_ENV = "TORCHINDUCTOR_CACHE_DIR"
 
+# What `enable` has set, and what it was before.
+_before: dict[str, str | None] = {}
+
 
 def enable() -> None:
     """Compile in the first call, and keep that in vLLM's cache, where nobody objects.
 
-    It holds for this process, for good, and for those it starts: vLLM looks at the
-    variable whenever a model runs.
+    It holds for this process and for those it starts: vLLM looks at the variable
+    whenever a model runs.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from vllm import envs
@@ -29,10 +32,25 @@ def enable() -> None:
     of_each_model = envs.VLLM_USE_BYTECODE_HOOK
     if AOT_ENV in os.environ or envs.VLLM_DISABLE_COMPILE_CACHE or not of_each_model:
         return
-    os.environ[AOT_ENV] = "0"
+    _set(AOT_ENV, "0")
     # Torch itself may have set it.
     if os.environ.get(FOLDER_ENV) in (None, default_cache_dir()):
-        os.environ[FOLDER_ENV] = str(_folder())
+        _set(FOLDER_ENV, str(_folder()))
+
+
+def disable() -> None:
+    """Leave it to vLLM how processes compile that this one starts from now on."""
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
+
+
+def _set(name: str, value: str) -> None:
+    _before[name] = os.environ.get(name)
+    os.environ[name] = value
 
 
 def _folder() -> Path:

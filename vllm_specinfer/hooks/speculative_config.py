@@ -145,12 +145,16 @@ def _switch_runner_off() -> None:
         return
     _set_runner(_env_before.pop(V2_ENV))
 
+    from vllm import envs
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm_specinfer.hooks import cpu_v2
+        from vllm_specinfer.hooks import compile_cache, cpu_v2
 
         cpu_v2.disable_in_frontend()
+        if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            # Else an engine with trees may still run in this process.
+            compile_cache.disable()
 
 
 def _set_runner(value: str | None) -> None:
