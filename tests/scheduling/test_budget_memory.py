@@ -115,7 +115,7 @@ def test_other_kernels_have_another_file(tmp_path, monkeypatch, name):
     assert budget_memory.file_of("a") != before
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", '{"budget": 1}', "{}"])
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"budget": 1}', "{}", "[" * 100_000])
 def test_a_file_that_was_tampered_with_is_refused(tmp_path, text):
     file = tmp_path / "budget.json"
     file.write_text(text)
@@ -131,7 +131,7 @@ def test_a_budget_of_another_size_is_refused():
         engine(num_nodes=4)[0].recall(learned)
     with pytest.raises(ValueError):
         engine(num_sources=3)[0].recall(learned)
-    for broken in (float("nan"), "x", None):
+    for broken in (float("nan"), "x", None, 10**400):
         costs = learned["budget"]["draft"]["values"]
         for numbers in (learned["budget"]["profile"], costs, learned["distrust"]):
             right, numbers[0] = numbers[0], broken
@@ -140,6 +140,15 @@ def test_a_budget_of_another_size_is_refused():
                 sources.recall(learned)
             assert not budget.knows_costs
             numbers[0] = right
+
+
+@pytest.mark.parametrize(("saved", "recalled"), [(1e9, 8.0), (-1e9, -1.5), (2.0, 2.0)])
+def test_a_source_is_believed_no_less_than_it_could_deserve(saved, recalled):
+    """Else it might not be asked again, and nothing would be unlearned."""
+    sources, _ = experienced()
+    learned = sources.learned() | {"distrust": [0.0, saved]}
+    sources.recall(learned)
+    assert [s.calibration.distrust for s in sources.all()] == [0.0, recalled]
 
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):

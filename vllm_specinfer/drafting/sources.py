@@ -318,7 +318,7 @@ class SourceSet:
             predictor.recall(state)
         self._budget.recall(learned["budget"])
         for source, of_source in zip(self.all(), distrust, strict=True):
-            source.calibration.distrust = of_source
+            source.calibration.recall(of_source)
 
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]

@@ -60,7 +60,7 @@ def load(file: Path) -> dict[str, Any] | None:
     """What was saved, or None where there is nothing that can be read."""
     try:
         state = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return state if isinstance(state, dict) else None
 

@@ -39,5 +39,8 @@ class Calibration:
         if expected:
             rate = max(_LEAST_RATE, 2 / (_FIRST_STEPS + self._num_steps))
             self._num_steps += 1
-            distrust = self.distrust + rate * (expected - accepted)
-            self.distrust = min(max(distrust, _MOST_TRUST), _LEAST_TRUST)
+            self.recall(self.distrust + rate * (expected - accepted))
+
+    def recall(self, distrust: float) -> None:
+        """Go on with this one, as far as anything could have led to it."""
+        self.distrust = min(max(distrust, _MOST_TRUST), _LEAST_TRUST)

@@ -163,7 +163,10 @@ class CostLine:
 
 def finite(numbers: list, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers of a file as an array; raises ValueError where they cannot be that."""
-    array = np.array(numbers, float)
+    try:
+        array = np.array(numbers, float)
+    except OverflowError:  # JSON's integers have no end
+        array = np.array(np.inf)
     if array.shape != shape or not np.isfinite(array).all():
         raise ValueError(
             f"what was learned must be {list(shape)} numbers; got {numbers}"
