@@ -5,6 +5,9 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm_specinfer.options import XFORMERS
 from vllm_specinfer.worker import TreeWorker
 
+# By vLLM's names (vllm/v1/worker/gpu_worker.py: _get_sleep_parameters).
+DRAFT_PARAMETERS = "draft.*"
+
 
 class SpecInferGPUWorker(TreeWorker):
     """vLLM's GPU worker."""
@@ -20,6 +23,10 @@ class SpecInferGPUWorker(TreeWorker):
                 "pinned host memory must be available for method specinfer on CUDA, "
                 "where drafting reads the texts; got none"
             )
+        # vLLM reloads only the target after a sleep that loses weights.
+        kept = self.model_config.sleep_preserve_parameter_names
+        if DRAFT_PARAMETERS not in kept:
+            kept.append(DRAFT_PARAMETERS)
         super().init_device()
 
     def register_attention(self) -> None:

@@ -219,7 +219,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
-        self.host_steps.start()
+        self.host_steps.start(slot)
         if self._ahead is not None:
             self._ahead.start(slot, request)
         self.sources.start(slot, request)
@@ -227,8 +227,13 @@ class TreeSpeculator(DraftModelSpeculator):
     def end_request(self, req_id: str) -> None:
         """A request has ended."""
         slot = self._req_states.req_id_to_index.get(req_id)
-        if self._ahead is not None and slot is not None:
+        if slot is None:
+            return
+        if self._ahead is not None:
             self._ahead.leave(slot)
+        else:
+            tokens = token_rows(self._req_states.all_token_ids)[slot]
+            self.sources.end(slot, tokens[: self.host_steps.num_tokens[slot]])
 
     def plan_ahead(self, input_batch: InputBatch) -> "DevicePlan | None":
         """`AheadSteps.plan`: None where a batch's trees are the host's, or none."""
@@ -260,7 +265,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """What a step has accepted."""
         for walked in walks:
             self.host_steps.note_accepted(walked.slot, walked.nodes, stats)
-            self.sources.observe(walked.slot, walked.nodes)
+            self.sources.observe(walked.slot, walked.nodes, walked.num_rows)
 
     def learn(self) -> None:
         """Learn of all steps until now, however long it takes to hear of them."""
@@ -335,6 +340,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             self.dummy_seconds = time.perf_counter() - started
         else:
+            self.sources.forgive()
             states, decided = None, None
             if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)

@@ -41,7 +41,7 @@ class Chosen(Budget):
     def grows(self, num_reqs):
         return self.grow
 
-    def drafts(self, num_reqs, unread=0, known=None):
+    def drafts(self, num_reqs, unread=0, known=None, most=None):
         self.unread.append(unread)
         return self.draft
 

@@ -21,7 +21,7 @@ class Reader:
         self.head.model = SimpleNamespace()
         self.head._width, self.head._dtype = 1, torch.float32
         self.head.device = torch.device("cpu")
-        self.head._most_kept, self.head._kept = MOST_KEPT, {}
+        self.head._most_kept, self.head._kept, self.head._num_kept = MOST_KEPT, {}, 0
         self.head.kv = draft_kv(4, EagleHead.lookahead)
         self.read = {slot: [] for slot in range(4)}
         self.known = dict.fromkeys(range(4), 0)
@@ -87,3 +87,18 @@ def test_zeros_stand_for_what_a_waiting_request_lost(monkeypatch):
     reader.head.catch_up(reader.step({0: 1, 1: 2}))
     assert reader.read[0] == list(range(1, MOST_KEPT + 4))
     assert reader.read[1] == [0, 0, 0, 4, 5]
+
+
+def test_what_is_kept_keeps_no_rows_of_others_and_is_counted(monkeypatch):
+    reader = Reader(monkeypatch)
+    monkeypatch.setattr(NeuralSSM, "start", lambda *args: None)
+    step = reader.step({0: 2, 1: 5})
+    reader.head.skip(step)
+    for states in (s for of_slot in reader.head._kept.values() for s in of_slot):
+        assert states.untyped_storage().nbytes() == states.nbytes
+        assert states.data_ptr() != step.states.data_ptr()
+    assert reader.head.is_full(MOST_KEPT - 6) and not reader.head.is_full(MOST_KEPT - 7)
+    reader.head.start(1, None)
+    assert reader.head.is_full(MOST_KEPT - 1) and not reader.head.is_full(MOST_KEPT - 2)
+    reader.head.catch_up(reader.step({0: 1}))
+    assert not reader.head.is_full(MOST_KEPT)

@@ -60,5 +60,5 @@ def test_seconds_are_those_of_steps_and_of_drafts():
     assert memory.note_step.call_count == 3
     # Where SSMs were asked, with what the host does about it.
     drafts = [call.args for call in budget.observe_draft.call_args_list]
-    assert [args[:3] for args in drafts] == [(2, 4, 1), (2, 6, 2)]
+    assert [args[:3] for args in drafts] == [(2, 4, 1), (2, 6, 2), (2, 80, 0)]
     assert all(0.01 <= seconds < 60 for *_, seconds in drafts)

@@ -161,3 +161,16 @@ def test_the_likeliest_nodes_may_be_deep_ones():
     often = [token for n in (10, 11, 12) for token in (n, 1, 2, 5, 6, 7)]
     found = lookup.find(0, tokens_of([*often, 13, 1, 2, 9, 8, 14, 1, 2]))
     assert list(paths_of(found)) == [(5,), (5, 6), (5, 6, 7)]
+
+
+def test_a_text_that_has_ended_is_kept_whole_and_its_index_is_gone():
+    lookup = Suffixes(SuffixSource(max_tokens=100), 2, 3)
+    source, text = LookupSource(lookup), np.arange(1, 9, dtype=np.int32)
+    lookup.start(0)
+    lookup.find(0, text[:5])
+    source.end(0, text)
+    assert not lookup._own[0]._newest
+    lookup.start(0)
+    lookup.start(1)
+    nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
+    assert [token for _, token, _ in nodes] == [7, 8]

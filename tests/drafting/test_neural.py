@@ -62,7 +62,7 @@ def test_a_predictor_hears_of_each_node_and_of_all_above_it():
         growing=np.arange(num_reqs),
         roots=roots,
     )
-    found = source._grown(None, step, np.full(num_reqs, -np.inf))
+    found = source._grown(None, step, np.full(num_reqs, -np.inf), 99)
     trees, features = found.candidates, found.features
     deepest = 0
     for r, c in zip(*np.nonzero(np.isfinite(trees.scores)), strict=True):

@@ -22,7 +22,7 @@ from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
-from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
 from vllm_specinfer.tree.proposals import certain
 from vllm_specinfer.tree.token_tree import ROOT
 from vllm_specinfer.worker import TreeWorker
@@ -67,8 +67,9 @@ class Chain:
         }
         return Proposal(candidates, [draws])
 
-    def begin(self, step, least):
+    def begin(self, step, least, most):
         self.asked.append(np.exp(least))
+        self.most = most
         rows, levels = self.work
         self.work = rows + len(self.tokens), levels + 1
         proposal = self.propose(step)
@@ -87,9 +88,19 @@ def test_the_budget_hears_what_the_ssms_have_not_read_and_what_lookups_found():
     ssms = [Chain([1, 2], 0.9), Chain([1, 2, 3], 0.9)]
     SourceSet([Chain([5, 6], 0.1)], ssms, SHAPE, 3, budget).propose(STEP)
     SourceSet([], ssms, SHAPE, 3, budget).propose(STEP)
-    (*first, known), second = told
-    assert first == [1, 5] and second == (1, 5, None)
-    assert np.exp(known) == pytest.approx(np.array([[0.1, 0.01]]))
+    (*first, known, most), second = told
+    assert first == [1, 5] and second == (1, 5, None, 3)
+    assert np.exp(known) == pytest.approx(np.array([[0.1, 0.01]])) and most == 3
+
+
+def test_smaller_trees_are_asked_for_where_a_step_takes_no_larger_ones():
+    budget, told = Budget(), []
+    budget.drafts = lambda *args: bool(told.append(args)) or True
+    budget.least_score = lambda *args: told.append(args) or -np.inf
+    ssm = Chain([1, 2, 3], 0.9)
+    drafts = SourceSet([], [ssm], SHAPE, 3, budget).propose(STEP, most=2)
+    assert [args[-1] for args in told] == [2, 2] and ssm.most == 2
+    assert drafts.trees.tokens.tolist() == [[1, 2, NO_TOKEN]]
 
 
 def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
@@ -169,12 +180,12 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
         (tree,) = sources.propose(STEP).trees.each()
         kept.append(tree.tokens.tolist())
         paths = paths_in(tree)
-        sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3])
+        sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3], 9)
     assert kept[0] == [1, 2] and kept[-1] == [3, 4]
     # What the honest source calls one half turned out sure.
     assert honest.calibration.corrected(np.log(0.5)) > np.log(0.75)
     assert liar.calibration.corrected(np.log(0.9)) < np.log(0.5)
-    sources.observe(7, [0])  # no tree stands there any more
+    sources.observe(7, [0], 9)  # no tree stands there any more
 
 
 class Words:
@@ -206,7 +217,7 @@ def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
     paths = {path: i for i, path in enumerate(paths_in(tree))}
     found = {(1,), (1, 2), (1, 2, 6), (1, 5), (3,), (3, 4), (9,), (9, 8)}
     assert set(paths) == found
-    sources.observe(7, [paths[1,], paths[1, 2]])
+    sources.observe(7, [paths[1,], paths[1, 2]], 9)
     ((slot, features, right),) = seen
     expected = {
         (np.log(0.5), 0, 0, 1): True,
@@ -240,8 +251,8 @@ def test_a_shared_node_counts_for_the_first_source():
     assert set(nodes) == {(1,), (1, 2), (1, 3)}
     assert drafts.counts == [2, 1] and not drafts.reasons
     sources_of = sources.sources_of_nodes()
-    sources.observe(7, [nodes[1,], nodes[1, 3]])
-    sources.observe(7, [nodes[1,]])  # no tree stands there any more
+    sources.observe(7, [nodes[1,], nodes[1, 3]], 9)
+    sources.observe(7, [nodes[1,]], 9)  # no tree stands there any more
     assert sources_of(7, [nodes[1,], nodes[1, 3]]) == [0, 1]
     assert sources_of(7, []) == sources_of(8, []) == []
 
@@ -251,8 +262,44 @@ class Stingy(Budget):
 
     def __init__(self, grows=True, drafts=True, least=-np.inf):
         self.grows = lambda num_reqs: grows
-        self.drafts = lambda num_reqs, unread, known: drafts
-        self.least_score = lambda scores, drafted: least
+        self.drafts = lambda *args: drafts
+        self.least_score = lambda *args: least
+
+
+def test_nodes_without_rows_are_not_tested():
+    """A full step or a full K/V cache has cut them off."""
+    ssm, budget = Chain([1, 2, 3], 0.9), Budget()
+    budget.learns = True
+    sources = SourceSet([], [ssm], SHAPE, 3, budget)
+    for num_rows, tested in ((3, 2), (1, 1), (0, 0)):
+        observed = []
+        ssm.calibration.observe = lambda *args, seen=observed: seen.append(args)
+        sources.propose(STEP)
+        sources.observe(7, [0][:num_rows], num_rows)
+        ((expected, hits),) = observed
+        # The root's child, and the child of that, which was wrong.
+        assert expected == pytest.approx(0.9 * tested)
+        assert hits == min(num_rows, 1)
+
+
+def test_a_source_that_was_wrong_for_long_is_asked_again():
+    """Else it would be silent for good, however right it would be."""
+    ssm, budget = Chain([1, 2, 3], 0.9), Budget()
+    budget.learns = True
+    sources = SourceSet([], [ssm], SHAPE, 3, budget)
+
+    def has_nodes(num_steps, accepted):
+        found = []
+        for _ in range(num_steps):
+            sources.forgive()
+            (tree,) = sources.propose(STEP).trees.each()
+            found.append(len(tree) > 0)
+            sources.observe(7, accepted[: len(tree)], 3)
+        return found
+
+    wrong = has_nodes(3000, [])
+    assert wrong[0] and 0 < sum(wrong[1000:]) < 200
+    assert all(has_nodes(1000, [0, 1, 2])[-500:])
 
 
 def test_drafts_say_what_the_ssms_did_for_them():

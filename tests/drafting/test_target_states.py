@@ -1,6 +1,7 @@
 """The rows that a head reads are those that the host would choose."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_states_outlive_the_memory_that_the_target_has_left_them_in(of_layers):
     speculator = TreeSpeculator.__new__(TreeSpeculator)
     speculator._reads_layers, speculator._reads_states = of_layers, True
     speculator._ahead, speculator.num_speculative_steps = None, 3
-    speculator.device = torch.device("cpu")
+    speculator.device, speculator.sources = torch.device("cpu"), mock.Mock()
     hidden = torch.ones(2, 1)
     batch = SimpleNamespace(num_reqs=1)
     speculator.propose(batch, None, None, hidden, [hidden], None, None)

@@ -196,13 +196,13 @@ def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
 
     observe, found = SourceSet.observe, []
 
-    def observed(self, slot, accepted):
+    def observed(self, slot, accepted, num_rows):
         if slot in self._given:  # not in vLLM's warm-up
             parents, given, _ = self._given[slot]
             is_node = (given > -math.inf).any(axis=0)
             sums = given[:, is_node].clip(min=-1e3).sum(axis=0)
             found.append((parents[is_node].tolist(), sums.tolist()))
-        return observe(self, slot, accepted)
+        return observe(self, slot, accepted, num_rows)
 
     with mock.patch.object(SourceSet, "observe", observed):
         yield found

@@ -43,7 +43,9 @@ LLM = {
     "enforce_eager": True,
     "block_size": 32,
     "num_gpu_blocks_override": 64,
-    "max_num_batched_tokens": 32,
+    # Half of it is for two trees while there are prompts, which asynchronous scheduling
+    # has in other steps.
+    "max_num_batched_tokens": 36,
 }
 
 

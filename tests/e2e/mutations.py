@@ -112,8 +112,8 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
     def record_drafts():
         found = []
 
-        def recorded(self, step, least):
-            proposal = begin(self, step, least)()
+        def recorded(self, step, *args):
+            proposal = begin(self, step, *args)()
             candidates = proposal.candidates
             for r, i in enumerate(step.growing):
                 known = step.all_token_ids[step.slots[i], : step.num_tokens[i]]
@@ -213,9 +213,7 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
         "record_drafts": record_drafts,
         "drafts_take_a_second": drafts_take_a_second,
         "draft_and_save_every_step": draft_and_save_every_step,
-        "states_lost": lambda: mock.patch.object(
-            EagleHead, "_keep", lambda *args: None
-        ),
+        "states_lost": lambda: mock.patch.object(EagleHead, "_add", lambda *args: None),
         "shared_uniforms": lambda: mock.patch.object(
             children, "DRAFT_NOISE_SALT", stochastic.TEST_SALT
         ),

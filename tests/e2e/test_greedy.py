@@ -131,17 +131,13 @@ def test_requests_that_end_early_share_a_batch_with_those_that_do_not(models):
         {**GREEDY, "stop_token_ids": list(range(0, VOCAB, 8))},
     ]
     prompts = PROMPTS[: len(params)]
-    plain, tree, short = engine.run(
+    plain, tree = engine.run(
         [
             job(models, params=params, prompts=prompts),
             job(models, {}, params, prompts),
-            job(models, {}, [{**GREEDY, "max_tokens": 2}]),
         ]
     )
     check(plain, tree)
-    # A last token needs no tree.
-    assert short["drafted"] == 0
-    assert short["metrics"]["plain_request_steps no_room"] == len(PROMPTS)
 
 
 def test_a_batch_schedule_caps_the_trees(models):
@@ -170,7 +166,7 @@ def test_steps_of_few_rows_do_without_vllms_attention(models):
 
 
 def test_a_token_leaves_before_the_next_tree_is_drafted(models):
-    params = {**GREEDY, "max_tokens": 3}
+    params = {**GREEDY, "max_tokens": 2}
     slow = job(models, {}, [params], PROMPTS[:1])
     slow["mutation"] = "drafts_take_a_second"
     (result,) = engine.run([slow])

@@ -80,9 +80,9 @@ def test_the_engine_learns_from_the_same_samples(tmp_path, monkeypatch):
     steps, seen = [], []
     observe = SourceSet.observe
 
-    def counted(self, slot, accepted):
+    def counted(self, slot, *args):
         steps.append(slot)
-        return observe(self, slot, accepted)
+        return observe(self, slot, *args)
 
     def recorded(self, slot, features, right):
         seen.append((len(steps) - 1, slot, features, right))
@@ -226,6 +226,23 @@ def test_the_command_fits_without_a_look_at_held_out_prompts(tmp_path, capsys):
     assert other.with_suffix(".md").read_text() != table
     _, third = run("third", [*lines[:60], *lines[80:]])
     assert read_predictor(third).learned() != fitted
+
+
+@pytest.mark.parametrize(
+    ("trace", "out"),
+    [("a.csv", "a.json"), ("a.schedulers.csv", "a.x"), ("a.json", "b.md"), ("a", "a")],
+)
+def test_nothing_that_was_given_is_written_over(trace, out, tmp_path, capsys):
+    (tmp_path / trace).write_text("mine")
+    (tmp_path / "costs.csv").write_text("rows,seconds\n1,1\n")
+    arguments = ["fit-scheduler", tmp_path / trace, "--out", tmp_path / out]
+    assert cli.main([str(a) for a in arguments]) == 1
+    assert "must leave what is given alone" in capsys.readouterr().err
+    arguments = ["fit-scheduler", tmp_path / "t", "--out", tmp_path / "costs.json"]
+    costs = ["--costs", tmp_path / "costs.csv"]
+    assert cli.main([str(a) for a in (*arguments, *costs)]) == 1
+    assert "must leave what is given alone" in capsys.readouterr().err
+    assert (tmp_path / trace).read_text() == "mine"
 
 
 def test_traces_that_cannot_be_fitted_are_refused(tmp_path, capsys):

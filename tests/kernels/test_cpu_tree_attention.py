@@ -1,6 +1,7 @@
 """Tree attention on CPU against ordinary attention over each node's path."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,15 +119,16 @@ def test_vllms_kernel_for_amx_has_pages_in_tiles(dtype):
 
 
 @pytest.mark.parametrize("cache_dtype", CACHES)
-def test_every_finite_fp8_number_is_read(cache_dtype):
+def test_every_fp8_number_is_read(cache_dtype):
     """As V of one position, which is then the output."""
     batch = Batch([Request(0, [-1])], head_size=256, cache_dtype=cache_dtype)
     numbers = torch.arange(256).byte().view(FP8[cache_dtype])
-    numbers = torch.where(numbers.float().isfinite(), numbers.float(), 1.0)
+    # Infinity times a position's weight is no number in vLLM's kernel either.
+    numbers = torch.where(numbers.float().isinf(), 1.0, numbers.float())
     page = batch.kv_cache[batch.block_table[0, 0]].view(2, 64, 256)
     page[:, 32] = numbers.to(page.dtype)
     expected = (numbers * batch.v_scale).expand(1, 4, -1)
-    assert torch.equal(batch.run(), expected)
+    torch.testing.assert_close(batch.run(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("head_size", [96, 128, 160, 192, 224, 512])
@@ -243,6 +245,29 @@ def test_a_window_begins_in_the_context(kernel, dtype, window):
     assert_close(batch.run(kernel, window=window), batch.expected(window=window))
 
 
+@pytest.mark.parametrize("context", range(64, 200, 9))
+def test_blocks_before_a_window_may_hold_anything(context):
+    """vLLM gives them to others."""
+    batch = Batch([Request(context, chain(3))])
+    expected = batch.expected(window=64)
+    num_gone = max(0, context + 1 - 64) // batch.kv_cache.shape[2]
+    batch.kv_cache[batch.block_table[0, :num_gone].long()] = torch.nan
+    assert_close(batch.run(window=64), expected)
+
+
+@pytest.mark.parametrize("wrong", ["bits", "blocks"])
+def test_what_would_be_read_behind_a_tensor_is_refused(wrong):
+    batch = Batch([Request(40, chain(3))])
+    if wrong == "bits":
+        tree = batch.tree_rows()
+        cut = replace(tree, ancestor_bits=tree.ancestor_bits[:2])
+        batch.tree_rows = lambda *args: cut
+    else:
+        batch.block_table = batch.block_table[:, :1]
+    with pytest.raises(RuntimeError, match="a tree's rows must end before"):
+        batch.run()
+
+
 def test_requests_with_the_same_first_blocks_have_windows_of_their_own():
     requests = [Request(600, random_parents(8, seed)) for seed in range(3)]
     batch = Batch(requests, shared={1: (0, 16), 2: (0, 16)})
@@ -329,6 +354,18 @@ def test_what_one_node_makes_of_nan_stays_with_it(dtype, num_rows):
     batch.query[-1] = torch.nan
     is_nan = batch.run().isnan().flatten(1).any(1)
     assert is_nan.tolist() == (num_rows - 1) * [False] + [True]
+
+
+@pytest.mark.parametrize("compiler", ["", "g++ -pthread"])
+def test_a_compiler_may_have_arguments_or_be_the_usual_one(
+    compiler, monkeypatch, tmp_path
+):
+    commands = []
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(extension, "_run", lambda *command: commands.append(command))
+    with pytest.raises(FileNotFoundError):  # nothing has been compiled
+        extension._build(tmp_path / "library.so")
+    assert {command[0] for command in commands} == {"g++"}
 
 
 def test_without_a_compiler_the_kernel_is_plain_torch(monkeypatch, tmp_path, caplog):

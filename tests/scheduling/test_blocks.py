@@ -99,20 +99,19 @@ def test_a_request_in_flight_keeps_all_its_blocks():
     assert pool.free == [103, 102]
 
 
-@pytest.mark.parametrize(("in_flight", "dropped"), [(False, "cd"), (True, "abcd")])
-def test_the_last_requests_lose_their_drafts_until_that_saves_enough(
-    in_flight, dropped
-):
+@pytest.mark.parametrize(("in_flight", "cut"), [(False, "cd"), (True, "abcd")])
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_the_last_trees_are_cut_until_that_saves_enough(in_flight, cut, num_kept):
     # Blocks saved: two by c, one by a, none by b; d gives one back unless in flight.
-    of_all = {"a": (5, 6, 2), "b": (4, 2, 2), "c": (5, 7, 2), "d": (3, 8, 3)}
+    of_all = {"a": (5, 6, 2), "b": (4, 3, 2), "c": (5, 7, 2), "d": (2, 8, 3)}
     slots, running, *_ = make(free=0, max_num_tokens=99, **of_all)
     for request in running:
         request.num_in_flight_tokens = int(in_flight)
-    slots.drop_drafts(running, 1, num_blocks=0)
-    assert all(request.spec_token_ids for request in running)
-    slots.drop_drafts(running, 1, num_blocks=3)
-    without = [r.request_id for r in running if not r.spec_token_ids]
-    assert "".join(without) == dropped
+    slots.cut_drafts(running, 1, num_blocks=0, num_kept=num_kept)
+    assert all(len(request.spec_token_ids) > 1 for request in running)
+    slots.cut_drafts(running, 1, num_blocks=3, num_kept=num_kept)
+    found = [r.request_id for r in running if len(r.spec_token_ids) == num_kept]
+    assert "".join(found) == cut
 
 
 def test_tables_end_with_the_blocks_that_are_left():

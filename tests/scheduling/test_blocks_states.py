@@ -1,5 +1,6 @@
 """Whatever requests do, no block is lost, shared or written to by two of them."""
 
+import itertools
 from unittest import mock
 
 from hypothesis import settings
@@ -81,9 +82,32 @@ def test_short_of_blocks_trees_give_back_theirs_and_fewer_requests_are_preempted
         kept = [traffic(seed).preemptions for seed in range(5)]
     num_preemptions = sum(e.preemptions for e in engines)
     assert num_preemptions < 0.6 * sum(kept)
-    with mock.patch.object(SlotsOfTrees, "drop_drafts"):
+    with mock.patch.object(SlotsOfTrees, "cut_drafts"):
         kept = [traffic(seed).preemptions for seed in range(5)]
     assert num_preemptions < 0.9 * sum(kept)
+
+
+def test_no_tree_is_dropped_for_its_size():
+    """Else a stochastic rule would not test unlikely draws as often as likely ones."""
+    dropped = 0
+    for seed, num_steps in itertools.product(range(8), range(4, 24, 4)):
+        have_trees = set()
+        for num_nodes in range(1, NUM_NODES + 1):
+            engine = Engine(block_worker.make_scheduler(), seed)
+            for number in range(6):
+                engine.add(1 + number % 13, number % 3, MAX_LEN)
+            for _ in range(num_steps):
+                engine.step(NUM_NODES)
+            *_, last = engine.scheduler.running
+            if last.is_prefill_chunk:
+                break
+            last.spec_token_ids = [7] * num_nodes
+            output = engine.scheduler.schedule()
+            drafts = output.scheduled_spec_decode_tokens.get(last.request_id, [])
+            have_trees.add(bool(drafts))
+        assert len(have_trees) < 2, (seed, num_steps)
+        dropped += have_trees == {False}
+    assert dropped > 3
 
 
 class AsyncBlocks(Blocks):

@@ -298,3 +298,35 @@ def test_a_few_steps_of_a_full_batch_change_little_and_those_of_a_request_much()
 
     assert after(32, 5) > 0.5 and after(32, 100) < 0.25
     assert after(1, 10) > 0.5 and after(1, 100) < 0.3
+
+
+def test_prompts_of_newcomers_are_part_of_what_drafting_costs():
+    """Also where there is no draft without one, as with short answers."""
+    for prompt_seconds, drafts in ((1e-3, True), (60e-3, False)):
+        budget = LoadBudget(8)
+        for n in range(200):
+            rows = 1 + 8 * (n % 2)
+            budget.observe_step(rows, 10e-3 + 0.1e-3 * rows, rows > 1)
+            budget.observe_draft(1, 1000, 2, prompt_seconds)
+            budget.least_score(np.log([[0.5, *[0.01] * 7]]), drafted=True)
+        assert budget.drafts(1) == drafts
+
+
+def test_smaller_trees_must_pay_by_their_own_nodes():
+    budget = a_budget(10e-3, 0.1e-3, 1e-3)
+    chances = np.log([[0.08] * 8])
+    budget.least_score(chances, drafted=True)
+    assert budget.drafts(1) and not budget.drafts(1, most=1)
+    # What they do not show stays what it was.
+    before = budget.learned()["profile"]
+    budget.least_score(np.log([[0.08, 0.08, *[1e-9] * 6]]), drafted=True, most=2)
+    assert budget.learned()["profile"] == pytest.approx(before)
+
+
+def test_costs_of_steps_are_known_again_where_there_was_no_ssm():
+    old, new = LoadBudget(8), LoadBudget(8)
+    for rows in (1, 4, 9):
+        old.observe_step(rows, 1e-3 * rows, rows > 1)
+    new.recall(old.learned())
+    assert new.knows_costs and new.learned()["profile"] is None
+    assert new._step.seconds(4) == pytest.approx(old._step.seconds(4))

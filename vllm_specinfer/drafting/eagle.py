@@ -12,6 +12,8 @@ Dimension legend: B requests of the batch, n tokens that the target ran and kept
 of one pass, D width of what the head reads, H its hidden size.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import nn
@@ -54,46 +56,54 @@ class EagleHead(NeuralSSM):
         self._dtype = vllm_config.model_config.dtype
         # By slot: the states [rows, D] of its last rows, not yet read.
         self._kept: dict[int, list[torch.Tensor]] = {}
+        self._num_kept = 0
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the head's K/V, too."""
         super().start(slot, request)
-        self._kept.pop(slot, None)
+        self._pop(slot)
 
     def skip(self, step: DraftStep) -> None:
         """Keep the states of the step, or read them all once there are too many."""
         super().skip(step)
-        self._keep(step)
+        for slot, states in _by_slot(step):
+            self.keep(slot, states)
         if self.is_full():
             super().catch_up(step)
             # Of requests that wait or are gone.
             self._kept.clear()
+            self._num_kept = 0
 
     def catch_up(self, step: DraftStep) -> torch.Tensor:
         """Run every token whose state the head has not read, ragged over the batch."""
-        self._keep(step)
+        for slot, states in _by_slot(step):
+            self._add(slot, states)
         return super().catch_up(step)
 
     def is_full(self, num_more: int = 0) -> bool:
         """With so many rows more, more are kept than should be: it is time to read."""
-        kept = sum(len(s) for of_slot in self._kept.values() for s in of_slot)
-        return kept + num_more > self._most_kept
+        return self._num_kept + num_more > self._most_kept
 
     def keep(self, slot: int, states: torch.Tensor) -> None:
-        """The target's states [n, D] of a slot's next tokens are to be read later."""
-        self._kept.setdefault(slot, []).append(states)
+        """The target's states [n, D] of a slot's next tokens are to be read later.
 
-    def _keep(self, step: DraftStep) -> None:
-        counts = np.diff(step.state_starts).tolist()
-        for slot, states in zip(
-            step.slots.tolist(), step.states.split(counts), strict=True
-        ):
-            self.keep(slot, states)
+        They are copied: a view would keep those of all requests of its step.
+        """
+        self._add(slot, states.clone())
+
+    def _add(self, slot: int, states: torch.Tensor) -> None:
+        self._kept.setdefault(slot, []).append(states)
+        self._num_kept += len(states)
+
+    def _pop(self, slot: int) -> list[torch.Tensor]:
+        kept = self._kept.pop(slot, [])
+        self._num_kept -= sum(map(len, kept))
+        return kept
 
     def _states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         parts = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            kept = self._kept.pop(slot, [])
+            kept = self._pop(slot)
             lost = count - sum(map(len, kept))
             parts += [self.target_states(lost), *kept]
         return self.combined(torch.cat(parts))
@@ -129,3 +139,9 @@ class EagleHead(NeuralSSM):
     def _last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         self.own_states = self.own_states[rows]
         return hidden[rows]
+
+
+def _by_slot(step: DraftStep) -> Iterator[tuple[int, torch.Tensor]]:
+    """Request slots, and the target's states [n, D] of what the step has computed."""
+    counts = np.diff(step.state_starts).tolist()
+    return zip(step.slots.tolist(), step.states.split(counts), strict=True)

@@ -43,6 +43,7 @@ class HostSteps:
         parents: Of the trees of the last batch, by request id; none where the host has
             not drafted them.
         num_computed: [S] tokens of each slot whose K/V the last step has left.
+        num_tokens: [S] tokens of each slot that it has left.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class HostSteps:
         self._budget, self._memory = budget, memory
         self._names, self._tests_draws = names, tests_draws
         self.parents: dict[str, list[int]] = {}
-        self.num_computed = np.zeros(requests.max_num_reqs, np.int64)
+        self.num_computed, self.num_tokens = np.zeros(
+            (2, requests.max_num_reqs), np.int64
+        )
         # By slot: the accepted nodes of its last tree, and what was counted with it.
         self._accepted: dict[int, tuple[WorkerStats, list[int]]] = {}
         self._finished_at = 0.0
@@ -87,9 +90,10 @@ class HostSteps:
         """As `AheadSteps.sizes`."""
         return {req_id: len(parents) for req_id, parents in self.parents.items()}
 
-    def start(self) -> None:
-        """A request starts."""
+    def start(self, slot: int) -> None:
+        """A request starts in a slot."""
         self._started = True
+        self.num_tokens[slot] = 0
 
     def stop(self) -> None:
         """The device has drafted for this step."""
@@ -156,7 +160,7 @@ class HostSteps:
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         stats.seconds[DRAFT] += self._finished_at - started
-        if work is not None and step.decodes_only and len(growing) == len(step.slots):
+        if work is not None and growing:
             # The host's own work is part of it: of many requests it is no little.
             seconds = self._finished_at - proposed_at
             self._budget.observe_draft(len(growing), *work, seconds)
@@ -171,13 +175,13 @@ class HostSteps:
             asked.num_sampled,
             input_batch.positions,
         )
-        total = total[slots].astype(np.int64)
+        self.num_tokens = total.astype(np.int64)
+        total = self.num_tokens[slots]
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        # Where one more token may come, the root's row brings it.
-        may_go_on = total + 1 < requests.max_seq_len[slots]
-        (growing,) = ((sampled > 0) & may_go_on).nonzero()
+        goes_on = total < requests.max_seq_len[slots]
+        (growing,) = ((sampled > 0) & goes_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
         state_starts = None

@@ -36,11 +36,14 @@ def chance_after(length: int) -> float:
 
 
 class Lookup(Protocol):
-    """Knows texts; what keeps nothing between steps inherits the first three methods,
+    """Knows texts; what keeps nothing between steps inherits the first four methods,
     which do nothing."""
 
     def start(self, slot: int) -> None:
         """A request starts in a slot."""
+
+    def end(self, slot: int) -> None:
+        """A request leaves its slot."""
 
     def forget(self) -> None:
         """Forget all texts."""
@@ -81,6 +84,11 @@ class LookupSource:
         self._lookup.start(slot)
         if self.on_device is not None:
             self.on_device.start(slot)
+
+    def end(self, slot: int, tokens: np.ndarray) -> None:
+        """A request leaves its slot with these tokens [n] int32."""
+        self._lookup.read(slot, tokens)
+        self._lookup.end(slot)
 
     def forget(self) -> None:
         """Forget all texts."""

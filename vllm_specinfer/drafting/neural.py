@@ -110,7 +110,9 @@ class NeuralSource:
         """A request starts in a slot."""
         self.ssm.start(slot, request)
 
-    def begin(self, step: DraftStep, least: np.ndarray) -> Callable[[], Proposal]:
+    def begin(
+        self, step: DraftStep, least: np.ndarray, most: int
+    ) -> Callable[[], Proposal]:
         """Catch up with the whole batch, begin to grow the trees of R requests.
 
         Trees in graphs grow on the device while the host does something else; what
@@ -119,6 +121,7 @@ class NeuralSource:
         Args:
             step: The step.
             least: [R] log of the chance below which a node is sure to be left out.
+            most: Nodes of a tree in this step; on the device all N grow.
 
         Returns:
             Waits for the trees.
@@ -128,7 +131,7 @@ class NeuralSource:
         tested = step.tests_draws and step.roots.temperatures.any()
         fits = self.on_device and 0 < len(slots) <= self.on_device.max_num_reqs
         if not fits or self.predictor or tested:
-            proposal = self._grown(hidden, step, least)
+            proposal = self._grown(hidden, step, least, most)
             return lambda: proposal
         found = self.on_device.grow(
             hidden,
@@ -158,13 +161,13 @@ class NeuralSource:
         )
 
     def _grown(
-        self, hidden: torch.Tensor, step: DraftStep, least: np.ndarray
+        self, hidden: torch.Tensor, step: DraftStep, least: np.ndarray, most: int
     ) -> Proposal:
         slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
         grow = self._steps.grow if self.predictor is None else TreeGrowth
         growth = grow(
             self.tree,
-            self.num_nodes,
+            min(self.num_nodes, most),
             capacity=self.ssm.kv.capacity(slots, num_tokens),
             max_depth=self.ssm.max_model_len - num_tokens,
             least=least,
@@ -183,7 +186,7 @@ class NeuralSource:
                 width,
                 rows,
             )
-            if children.draws is not None:
+            if children.draws is not None and step.tests_draws:
                 nodes = zip(requests.tolist(), rows.nodes.tolist(), strict=True)
                 for f, (r, node) in enumerate(nodes):
                     if rows.temperatures[f]:

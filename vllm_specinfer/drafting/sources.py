@@ -140,6 +140,11 @@ class SourceSet:
             if source.predictor is not None:
                 source.predictor.guesses.start(slot)
 
+    def end(self, slot: int, tokens: np.ndarray) -> None:
+        """A request leaves its slot with these tokens [n] int32."""
+        for lookup in self.lookups:
+            lookup.end(slot, tokens)
+
     def forget(self) -> None:
         """Forget the texts of finished requests."""
         for lookup in self.lookups:
@@ -203,11 +208,11 @@ class SourceSet:
                 sure = num_reqs > 0 and bool((least > np.log(SURE)).all())
                 scores = known.scores
             if decided is None:
-                asks = not sure and self._asks_ssms(step, scores)
+                asks = not sure and self._asks_ssms(step, scores, most)
             else:
                 asks = decided.asks
             if asks:
-                asked, work = self._ask_ssms(step, least)
+                asked, work = self._ask_ssms(step, least, most)
                 proposals += asked
         if not asks:
             for source in self.ssms:
@@ -218,7 +223,8 @@ class SourceSet:
                 reasons = dict.fromkeys(range(num_reqs), reason)
                 return Drafts(trees, [{} for _ in least], [], reasons)
         union, columns = self.steps.merge([p.candidates for p in proposals])
-        kept = max(self.least, self._budget.least_score(union.scores, asks))
+        worth = self._budget.least_score(union.scores, asks, most)
+        kept = max(self.least, worth)
         if step.tests_draws:
             # What has no node is not tested, which must not depend on the draws.
             union = union.raised(step.roots.temperatures > 0, kept)
@@ -255,13 +261,19 @@ class SourceSet:
 
         return sources_of
 
-    def observe(self, slot: int, accepted: list[int]) -> None:
-        """Of the slot's last tree these nodes were accepted."""
+    def forgive(self) -> None:
+        """A step begins; see `Calibration.forgive`."""
+        for source in self.all():
+            source.calibration.forgive()
+
+    def observe(self, slot: int, accepted: list[int], num_rows: int) -> None:
+        """Of the nodes of the slot's last tree that had rows these were accepted."""
         if slot not in self._given:
             return
         parents, scores, features = self._given.pop(slot)
         if self._budget.learns:
-            self._calibrate(slot, parents, scores, features, accepted)
+            tested = parents[:num_rows]
+            self._calibrate(slot, tested, scores, features, accepted)
 
     def _calibrate(
         self,
@@ -323,21 +335,22 @@ class SourceSet:
     def _predictors(self) -> list[Predictor]:
         return [s.predictor for s in self.all() if s.predictor is not None]
 
-    def _asks_ssms(self, step: DraftStep, known: np.ndarray | None) -> bool:
+    def _asks_ssms(self, step: DraftStep, known: np.ndarray | None, most: int) -> bool:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
         if not self.ssms:
             return False
         kv_of_ssms = [source.ssm.kv for source in self.ssms]
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
-        return self._budget.drafts(len(step.growing), unread, known)
+        return self._budget.drafts(len(step.growing), unread, known, most)
 
     def _ask_ssms(
-        self, step: DraftStep, least: np.ndarray
+        self, step: DraftStep, least: np.ndarray, most: int
     ) -> tuple[list[Proposal], tuple[int, int]]:
         """What they propose, and `Drafts.work`."""
         rows, levels = ssm_work(self.ssms)
         begun = [
-            source.begin(step, np.maximum(least, source.least)) for source in self.ssms
+            source.begin(step, np.maximum(least, source.least), most)
+            for source in self.ssms
         ]
         proposals = [wait() for wait in begun]
         all_rows, all_levels = ssm_work(self.ssms)

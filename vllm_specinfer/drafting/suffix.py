@@ -54,6 +54,10 @@ class TextIndex:
             self._older[place] = self._newest.get(run, _NO_PLACE)
             self._newest[run] = place
 
+    def close(self) -> None:
+        """Find nothing from now on: the places take twenty times as much as tokens."""
+        self._newest, self._older = {}, array("i")
+
     def longest_match(self, context: Sequence[int]) -> tuple[int, list[int]]:
         """How long the longest match of the context's end is, and the places after it.
 
@@ -101,6 +105,10 @@ class Suffixes:
         self._own = [TextIndex(MIN_OWN) for _ in range(self._max_num_reqs)]
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
+
+    def end(self, slot: int) -> None:
+        """Of the slot's request only the text is kept, for `start`."""
+        self._own[slot].close()
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request, and begin anew."""

@@ -63,14 +63,14 @@ class Recorder:
             self._trees[slot] = parents[:size], scores[:size]
         return drafts
 
-    def _on_verified(self, slot: int, accepted: list[int]) -> None:
+    def _on_verified(self, slot: int, accepted: list[int], num_rows: int) -> None:
         parents, scores = self._trees.pop(slot)
         line = step_line(self._requests[slot], parents, scores, accepted)
         self._file.write(line)
         self.num_steps += 1
         self.num_nodes += len(parents)
         self.num_accepted += len(accepted)
-        self._observe(slot, accepted)
+        self._observe(slot, accepted, num_rows)
 
 
 @dataclass(frozen=True)

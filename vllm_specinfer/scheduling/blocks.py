@@ -69,23 +69,30 @@ class SlotsOfTrees:
                     break
         return missing
 
-    def drop_drafts(
-        self, running: Sequence["Request"], lookahead: int, num_blocks: int
+    def cut_drafts(
+        self,
+        running: Sequence["Request"],
+        lookahead: int,
+        num_blocks: int,
+        num_kept: int,
     ) -> None:
-        """Take their drafts from requests, the last first, until this saves so much.
+        """Cut the trees of requests, the last ones first, until this saves so much.
 
-        Where that is not enough, vLLM preempts the last ones, with all they hold.
+        Whether a request has any tree must not depend on its draws, and so not on how
+        many nodes it has: what is not tested would be drawn again. So cut all trees to
+        a node before any is dropped.
 
         Args:
             running: The requests in vLLM's order.
             lookahead: As of `missing`.
             num_blocks: How many blocks to save: not to need, or to be given back.
+            num_kept: Nodes that a tree keeps.
         """
         for request in reversed(running):
             if num_blocks <= 0:
                 break
             before = self._lacking(request, lookahead)
-            request.spec_token_ids = []
+            request.spec_token_ids = request.spec_token_ids[:num_kept]
             num_blocks -= before - self._lacking(request, lookahead)
 
     def _lacking(self, request: "Request", lookahead: int) -> int:

@@ -60,7 +60,11 @@ class Budget:
         return True
 
     def drafts(
-        self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
+        self,
+        num_reqs: int,
+        unread: int = 0,
+        known: np.ndarray | None = None,
+        most: int | None = None,
     ) -> bool:
         """Whether asking the SSMs for R requests pays.
 
@@ -68,6 +72,7 @@ class Budget:
             num_reqs: R, none while in prompts.
             unread: Tokens that the SSMs have not read yet, of all requests and SSMs.
             known: [R, C] log of the chances of candidates that need no SSM.
+            most: Nodes of a tree in this step; None for N.
         """
         return True
 
@@ -100,12 +105,15 @@ class Budget:
     def observe_known(self, scores: np.ndarray) -> None:
         """What trees of lookups alone are, or would have been; [R, N] as above."""
 
-    def least_score(self, scores: np.ndarray, drafted: bool) -> float:
+    def least_score(
+        self, scores: np.ndarray, drafted: bool, most: int | None = None
+    ) -> float:
         """The score below which nodes cost more than they bring.
 
         Args:
             scores: [R, C] log of the chances; -inf where there is no candidate.
             drafted: The SSMs were asked.
+            most: Nodes of a tree in this step; None for N.
         """
         return -np.inf
 

@@ -99,11 +99,15 @@ class LoadBudget(Budget):
         return 1 - plain / self._tokens_per_second
 
     def drafts(
-        self, num_reqs: int, unread: int = 0, known: np.ndarray | None = None
+        self,
+        num_reqs: int,
+        unread: int = 0,
+        known: np.ndarray | None = None,
+        most: int | None = None,
     ) -> bool:
         """Whether trees of the usual chances bring more than they cost."""
         if num_reqs:
-            lost_steps = self._lost_steps(num_reqs, unread, known)
+            lost_steps = self._lost_steps(num_reqs, unread, known, most)
             if not lost_steps:
                 self._tries.end()
             elif paused := self._tries.go_on(lost_steps):
@@ -113,12 +117,13 @@ class LoadBudget(Budget):
         return self._drafting
 
     def _lost_steps(
-        self, num_reqs: int, unread: int, known: np.ndarray | None
+        self, num_reqs: int, unread: int, known: np.ndarray | None, most: int | None
     ) -> float:
         """How many plain steps are lost by a try; none where drafting pays."""
         if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
             return 0.0
-        rate, rate_without = self._usual_rate(num_reqs), self._known_rate(num_reqs)
+        rate = self._usual_rate(num_reqs, most)
+        rate_without = self._known_rate(num_reqs, most)
         if known is not None:
             tokens, seconds, _ = self._best_step(known)
             rate_without = tokens / (num_reqs * seconds)
@@ -133,10 +138,10 @@ class LoadBudget(Budget):
         """What trees cost and bring."""
         return self._profile.value is not None and self._step.known
 
-    def _usual_rate(self, num_reqs: int) -> float:
+    def _usual_rate(self, num_reqs: int, most: int | None) -> float:
         """Tokens per second and request of the best trees, where all of R are of the
         usual chances and drafts of the usual size, as a try's are."""
-        chances = self._profile.value.tolist()
+        chances = self._profile.value[:most].tolist()
         return self._best_rate(num_reqs, chances, self._draft_seconds(num_reqs))
 
     def _flat_rate(self, num_reqs: int) -> float:
@@ -146,12 +151,13 @@ class LoadBudget(Budget):
         drafting = reading + num_reqs * self._prompts
         return self._best_rate(num_reqs, [chance], drafting)
 
-    def _known_rate(self, num_reqs: int) -> float:
+    def _known_rate(self, num_reqs: int, most: int | None) -> float:
         """The same of lookups alone, without nodes where that is best."""
         plain = 1 / self._step.seconds(num_reqs)
         if self._known.value is None:
             return plain
-        return max(plain, self._best_rate(num_reqs, self._known.value.tolist(), 0.0))
+        chances = self._known.value[:most].tolist()
+        return max(plain, self._best_rate(num_reqs, chances, 0.0))
 
     def _best_rate(self, num_reqs: int, chances: list[float], drafting: float) -> float:
         rows = range(2 * num_reqs, (len(chances) + 2) * num_reqs, num_reqs)
@@ -173,11 +179,13 @@ class LoadBudget(Budget):
 
     def _draft_seconds(self, num_reqs: int, asks: bool = True) -> float:
         """What drafts of the usual size cost for R requests, if SSMs are asked."""
-        if not asks or self._draft_size.value is None:
+        if not asks:
             return 0.0
+        prompts = num_reqs * self._prompts
+        if self._draft_size.value is None:
+            return prompts
         rows, levels = self._draft_size.value.tolist()
-        usual = self._draft.seconds(num_reqs * rows, levels)
-        return usual + num_reqs * self._prompts
+        return self._draft.seconds(num_reqs * rows, levels) + prompts
 
     def worth(self) -> Worth:
         """By recent chances and costs; a child costs the target a row."""
@@ -225,14 +233,20 @@ class LoadBudget(Budget):
         """Averages by which `nodes` and `drafts` go."""
         self._known.observe(np.exp(scores).mean(axis=0), len(scores))
 
-    def least_score(self, scores: np.ndarray, drafted: bool) -> float:
+    def least_score(
+        self, scores: np.ndarray, drafted: bool, most: int | None = None
+    ) -> float:
         """The score of the last node that raises the expected tokens per second."""
         num_reqs = len(scores)
         if not num_reqs:
             return -np.inf
-        best = -np.sort(-scores, axis=1)[:, : self._num_nodes]
+        most = self._num_nodes if most is None else most
+        best = -np.sort(-scores, axis=1)[:, :most]
         if drafted:
-            mean = np.zeros(self._num_nodes)
+            # What smaller trees do not show stays what it was.
+            usual = self._profile.value
+            mean = np.zeros(self._num_nodes) if usual is None else usual.copy()
+            mean[:most] = 0.0
             mean[: best.shape[1]] = np.exp(best).sum(axis=0) / num_reqs
             self._profile.observe(mean, num_reqs)
         if not self._step.known:
@@ -309,6 +323,7 @@ class LoadBudget(Budget):
         resumes, self._resumes = self._resumes, False
         if resumes:
             return
+        self._num_drafts += 1
         self._prompts += (reads * seconds / num_reqs - self._prompts) / MEMORY_DRAFTS
         if reads:
             return
@@ -318,7 +333,6 @@ class LoadBudget(Budget):
             self._tries.prolong()
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
-        self._num_drafts += 1
 
     def learned(self) -> dict[str, Any]:
         """Costs and averages."""
@@ -331,10 +345,9 @@ class LoadBudget(Budget):
 
     def recall(self, learned: dict[str, Any]) -> None:
         """Start from another engine's costs and averages, without plain first steps."""
-        if learned["profile"] is None:
-            return
-        profile = finite(learned["profile"], (self._num_nodes,))
-        size = learned["draft_size"]
+        # Of lookups alone there is only what steps cost.
+        profile, size = learned["profile"], learned["draft_size"]
+        profile = None if profile is None else finite(profile, (self._num_nodes,))
         size = None if size is None else finite(size, (2,))
         step, draft = copy.copy(self._step), copy.copy(self._draft)
         step.recall(learned["step"])
@@ -342,4 +355,5 @@ class LoadBudget(Budget):
         self._step, self._draft = step, draft
         self._num_drafts = self._draft.num_timings
         self._profile, self._draft_size = Average(profile), Average(size)
-        self._plain_steps.know_first()
+        if step.known:
+            self._plain_steps.know_first()

@@ -214,8 +214,10 @@ class SpecInferScheduler(Scheduler):
         num_free = pool.get_num_free_blocks()
         slots, asked = self._slots, (self.running, LEAST_LOOKAHEAD)
         kept = slots.give_back(*asked, slots.missing(*asked))
-        if (missing := slots.missing(*asked)) > 0:
-            slots.drop_drafts(*asked, missing)
+        for num_kept in (1, 0):
+            if (missing := slots.missing(*asked)) <= 0:
+                break
+            slots.cut_drafts(*asked, missing, num_kept)
             kept |= slots.give_back(*asked, slots.missing(*asked))
         returned = pool.get_num_free_blocks() - num_free
         self._blocks.update({SHORT_STEPS: 1, RETURNED_BLOCKS: returned})

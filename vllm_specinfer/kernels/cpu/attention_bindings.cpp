@@ -34,6 +34,16 @@ void tree_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& o
   TORCH_CHECK(query_start_loc.size(0) > R && seq_lens.size(0) >= R &&
                   context_lens.size(0) >= R && block_table.size(0) >= R,
               "every request tensor must have a row for each of ", R, " requests");
+  const auto* starts = query_start_loc.const_data_ptr<int32_t>();
+  for (int64_t r = 0; r < R; ++r) {
+    if (!is_tree.const_data_ptr<bool>()[r] || starts[r] == starts[r + 1]) continue;
+    const int length = seq_lens.const_data_ptr<int32_t>()[r];
+    TORCH_CHECK(starts[r + 1] <= ancestor_bits.size(0) &&
+                    length <= block_table.size(1) * kv_cache.size(2),
+                "a tree's rows must end before ", ancestor_bits.size(0),
+                " and its blocks hold ", length, " positions; got ", starts[r + 1],
+                " and ", block_table.size(1), " blocks");
+  }
   TORCH_CHECK(kv_cache.dim() == 4 && kv_cache.size(3) == 2 * D &&
                   kv_cache.stride(3) == 1 && kv_cache.stride(2) == 2 * D &&
                   kv_cache.size(2) % 16 == 0 && D % 16 == 0,

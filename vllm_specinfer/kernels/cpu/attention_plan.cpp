@@ -23,10 +23,11 @@ struct Batch {
   int num_reqs, num_kv_heads, group, head_size, block_size;
   int window;  // the last positions of its path that a row sees, 0 for all
 
-  // The first position that some row of a request sees, or one a little before it.
+  // The first position that some row of a request sees, or one a little before it, in
+  // the same block: an earlier one may be another request's by now.
   int first_seen(int req) const {
     if (!window) return 0;
-    return std::max(context_lens[req] - window, 0) / kSplitUnit * kSplitUnit;
+    return std::max(context_lens[req] + 1 - window, 0) / kSplitUnit * kSplitUnit;
   }
 };
 

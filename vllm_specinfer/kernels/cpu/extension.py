@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -77,7 +78,7 @@ def _build(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     libraries = Path(torch.__file__).parent / "lib"
-    compiler = [os.environ.get("CXX", "g++"), *_FLAGS]
+    compiler = [*shlex.split(os.environ.get("CXX") or "g++"), *_FLAGS]
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as folder,
         ThreadPoolExecutor(len(_UNITS)) as threads,

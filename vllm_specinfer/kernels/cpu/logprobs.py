@@ -1,6 +1,9 @@
 """Log-probabilities and ranks of sampled, best and requested tokens.
 
 Each function takes the arguments of the vLLM kernel of the same name, in its order.
+vLLM asks for all rows of a batch, also for the token behind each row of a prompt that
+wants nothing of it; where that is a placeholder beyond the vocabulary, nobody reads
+what is found.
 
 L logit rows, V vocabulary, M request rows, R requests, T flat tokens.
 """
@@ -22,7 +25,7 @@ def topk_log_softmax(
     """Log-probability of the given tokens of each row."""
     values = logits.float()
     torch.sub(
-        values.gather(1, topk_ids),
+        values.gather(1, _in(values, topk_ids)),
         values.logsumexp(dim=-1, keepdim=True),
         out=output,
     )
@@ -37,10 +40,15 @@ def ranks(
     **_: object,
 ) -> None:
     """How many tokens are at least as likely as the given one."""
-    chosen = logits.gather(1, token_ids.long().unsqueeze(1))
+    chosen = logits.gather(1, _in(logits, token_ids.long().unsqueeze(1)))
     # Counting set bytes row by row beats summing booleans as integers.
     for i, at_least in enumerate((logits >= chosen).numpy()):
         output[i] = int(np.count_nonzero(at_least))
+
+
+def _in(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The tokens, the last one of the vocabulary for those beyond it."""
+    return token_ids.clamp(max=logits.shape[1] - 1)
 
 
 def fill_logprob_token_ids(

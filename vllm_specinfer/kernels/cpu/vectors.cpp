@@ -75,10 +75,11 @@ inline Vec load(const c10::Half* p) {
   return from_half(h);
 }
 // Eight bits are the upper ones of a half: e5m2 as they are, e4m3 with an exponent that
-// is 8 too small and a bit further down.
+// is 8 too small and a bit further down; NaN is only the largest one.
 inline Vec from_bytes(HVec b, c10::Float8_e5m2) { return from_half(b << 8); }
 inline Vec from_bytes(HVec b, c10::Float8_e4m3fn) {
-  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7);
+  const HVec nan = (HVec)((b & 0x7f) == 0x7f) & 0x7e00;
+  return from_half((b & 0x80) << 8 | (b & 0x7f) << 7 | nan);
 }
 template <class T>
   requires(sizeof(T) == 1)
