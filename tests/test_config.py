@@ -153,8 +153,8 @@ def test_the_users_dictionary_is_left_alone():
         ({"ssms": ["a"]}, "model and ssms must not both be given"),
         ({"model": None, "ssms": []}, "ssms must name at least one source; got none"),
         (
-            {"model": None, "ssms": ["ngram", {"model": "ngram"}]},
-            "'ngram' at most once",
+            {"model": None, "ssms": ["suffix", {"model": "suffix", "max_tokens": 1}]},
+            "must have one 'suffix'; got two with different settings",
         ),
         (
             {"model": None, "ssms": [{"model": "suffix", "max_tokens": -1}]},
@@ -255,6 +255,14 @@ def test_a_pool_may_hold_lookups_beside_ssms(tmp_path, make_llama):
     assert [ssm.model for ssm in options.ssms] == ssms
     assert options.ssms[1].tree == ExpansionTree((2,))
     assert options.sources[2] == SuffixSource()
+    # A second pool brings the same lookup.
+    other = add_weights(make_llama("other/c"))
+    entries = [{"model": "c"}, {"model": "suffix"}]
+    (tmp_path / "other/manifest.json").write_text(json.dumps({"ssms": entries}))
+    pools = [str(tmp_path / name) for name in ("pool", "other")]
+    sources = parse_options({"ssms": pools}).sources
+    assert [s.name for s in sources if isinstance(s, SuffixSource)] == ["suffix"]
+    assert sources[-1].model == other
 
 
 @pytest.mark.parametrize(
@@ -297,7 +305,18 @@ def engine_config(make_llama, v2_undone):
     ).create_engine_config()
 
 
-@pytest.mark.parametrize("schedule", [[], [[2, 4, 1]], [[1, 4, -1]], "1-4"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [],
+        [[2, 4, 1]],
+        [[1, 4, -1]],
+        "1-4",
+        [[1, None, 2]],
+        [["a", 1, 2]],
+        [[1, 2.7, 3]],
+    ],
+)
 def test_bad_batch_schedules_are_refused(make_llama, v2_undone, schedule):
     from vllm import EngineArgs
 

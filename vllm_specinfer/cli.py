@@ -41,7 +41,7 @@ def _sentence(error: Exception) -> str:
             ": ".join(filter(None, (".".join(map(str, of["loc"])), of["msg"])))
             for of in error.errors()
         )
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and error.strerror is not None and error.filename:
         return f"{error.filename}: {error.strerror}"
     # transformers explains at length what its first line says, if it says anything.
     first, _, others = str(error).partition("\n")

@@ -202,7 +202,7 @@ class SpecInferOptions:
         scheduler_file: What "learned" starts from; None for what an engine before has
             learned, else the sources' own chances.
         tree_attention: One of `TREE_ATTENTIONS`; "auto" for the platform's own kernels.
-        batch_schedule: vLLM's num_speculative_tokens_per_batch_size, unchecked: fewer
+        batch_schedule: vLLM's num_speculative_tokens_per_batch_size: fewer
             nodes than N by requests in the batch; None for N always.
     """
 

@@ -46,21 +46,35 @@ def parse_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
     if model is not None:
         if not isinstance(model, str | os.PathLike):
             raise ValueError(f"model must be a string; got {model!r}")
-        return tuple(_parse_source(model, "model"))
-    if not isinstance(ssms, list | tuple):
+        found = _parse_source(model, "model")
+    elif isinstance(ssms, list | tuple):
+        parsed = (_parse_source(raw, f"ssms[{i}]") for i, raw in enumerate(ssms))
+        found = [source for sources in parsed for source in sources]
+    else:
         raise ValueError(f"ssms must be a list; got {ssms!r}")
-    sources = tuple(
-        source
-        for i, raw in enumerate(ssms)
-        for source in _parse_source(raw, f"ssms[{i}]")
-    )
-    if not sources:
+    if not found:
         raise ValueError("ssms must name at least one source; got none")
-    names = [source.name for source in sources if not isinstance(source, SSMSource)]
+    return tuple(_with_each_lookup_once(found))
+
+
+def _with_each_lookup_once(sources: list[Source]) -> list[Source]:
+    """Pools may bring the same one.
+
+    Raises:
+        ValueError: There are two of a kind with different settings.
+    """
+    kept: list[Source] = []
+    for source in sources:
+        if isinstance(source, SSMSource) or source not in kept:
+            kept.append(source)
+    names = [source.name for source in kept if not isinstance(source, SSMSource)]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"ssms must name {name!r} at most once; got it twice")
-    return sources
+            raise ValueError(
+                f"ssms, with what is in pools, must have one {name!r}; got two with "
+                "different settings"
+            )
+    return kept
 
 
 def _parse_source(raw: Any, where: str) -> list[Source]:

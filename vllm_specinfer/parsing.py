@@ -15,6 +15,7 @@ from vllm_specinfer.options import (
     SpecInferOptions,
     SSMSource,
     Tree,
+    is_int,
 )
 from vllm_specinfer.parse_sources import parse_sources
 from vllm_specinfer.parse_trees import (
@@ -117,7 +118,9 @@ def _parse_options(config: Mapping[str, Any]) -> SpecInferOptions:
         sources=sources,
         tree=tree,
         num_speculative_tokens=num_nodes,
-        batch_schedule=config.get("num_speculative_tokens_per_batch_size"),
+        batch_schedule=_parse_batch_schedule(
+            config.get("num_speculative_tokens_per_batch_size")
+        ),
         verification=_parse_choice(
             "verification", config.get("verification"), VERIFICATIONS
         ),
@@ -158,6 +161,19 @@ def _parse_budget(
                 f"{num_nodes}"
             )
     return tree, num_nodes
+
+
+def _parse_batch_schedule(raw: Any) -> Any:
+    """As it is: what the numbers may be is vLLM's to say."""
+    if raw is None or (
+        isinstance(raw, list | tuple)
+        and all(isinstance(x, list | tuple) and all(map(is_int, x)) for x in raw)
+    ):
+        return raw
+    raise ValueError(
+        "num_speculative_tokens_per_batch_size must be a list of "
+        f"[first, last, nodes], whole numbers; got {raw!r}"
+    )
 
 
 def _parse_scheduler(raw: Any) -> tuple[str, str | None]:

@@ -1,10 +1,13 @@
 """What is wrong on a command line is said before any work is done."""
 
+from urllib.error import URLError
+
 import pytest
 
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.arguments import model
 from vllm_specinfer.evidence.engines import start_engine
+from vllm_specinfer.evidence.reproduce import commands
 from vllm_specinfer.evidence.reproduce.commands import POOL
 
 RECORD = ["record", "--prompts", "mtbench", "--ssm", "ngram"]
@@ -18,7 +21,13 @@ TUNE = ["tune", "--out", "new", "--prompts", "mine.txt"]
         ([*RECORD, "--out", "FOLDER"], "must be a file; got the folder"),
         ([*RECORD, "--out", "FILE/trace"], "must be writable"),
         ([*RECORD, "--out", "new", "--temperature", "-1"], "at least 0; got -1"),
-        ([*RECORD, "--out", "new", "--max-tokens", "x"], "whole number of at least 1"),
+        ([*RECORD, "--out", "new", "--max-tokens", "x"], "whole number of at least 2"),
+        (
+            ["reproduce", "table2", "--out", "new", "--max-tokens", "1"],
+            "whole number of at least 2; got 1",
+        ),
+        ([*RECORD, "--out", "x" * 300], "must be writable"),
+        ([*BENCH, "--out", "x" * 300 + "/new"], "must be writable"),
         (["simulate", "trace", "--nodes", "-3"], "at least 1; got -3"),
         (["fit-scheduler", "trace", "--out", "FOLDER"], "must be a file"),
         ([*BENCH, "--out", "FILE"], "must be writable"),
@@ -91,6 +100,8 @@ class OfPydantic(ValueError):
     [
         (ValueError("it is wrong\nat length"), "it is wrong"),
         (OSError("one of: \n(1) this\n (2) that"), "one of: (1) this (2) that"),
+        (URLError("no answer"), "<urlopen error no answer>"),
+        (FileNotFoundError(2, "No such file", "mine"), "mine: No such file"),
         (OfPydantic(), "max_model_len: Input should be a valid integer; Value error"),
     ],
 )
@@ -101,6 +112,19 @@ def test_errors_are_said_in_a_line(monkeypatch, capsys, error, sentence) -> None
     monkeypatch.setattr(cli, "_check", fails)
     assert cli.main(["check"]) == 1
     assert capsys.readouterr().err == f"vllm-specinfer: {sentence}\n"
+
+
+@pytest.mark.parametrize("option", ["ssm", "pools"])
+def test_an_installed_package_asks_for_what_it_does_not_hold(
+    option, tmp_path, monkeypatch, capsys
+) -> None:
+    for name in ("POOL", "SHIPPED_SSM"):
+        monkeypatch.setattr(commands, name, tmp_path / "examples")
+    table = {"ssm": "table1", "pools": "ssms"}[option]
+    with pytest.raises(SystemExit):
+        cli.main(["reproduce", table, "--out", str(tmp_path)])
+    sentence = f"the following arguments are required: --{option}"
+    assert sentence in capsys.readouterr().err
 
 
 def test_models_are_folders_or_hub_ids(tmp_path, monkeypatch) -> None:

@@ -224,7 +224,6 @@ def test_the_lengths_of_answers_are_spread_evenly():
         (["--config", 'a={"model": "ngram"}', "--batches", "0"], "at least 1; got [0]"),
         (["--config", 'a={"model": "ngram"}', "--starts", "0"], "at least 1; got 0"),
         (["--config", 'a={"model": "ngram"}', "--max-turns", "-1"], "at least 0; got"),
-        (["--config", 'a={"model": "ngram"}', "--max-tokens", "1"], "at least 2; got"),
         (["--config", 'a={"model": "ngram"}', "--batches", "9"], "at least 9 prompts"),
         (
             ["--config", 'a={"model": "ngram"}', "--range-ratio", "1"],
@@ -233,6 +232,14 @@ def test_the_lengths_of_answers_are_spread_evenly():
         (
             ["--config", 'a={"model": "ngram"}', "--range-ratio", "0.5", "--served"],
             "of one length with --served; got --range-ratio 0.5",
+        ),
+        (
+            ["--config", 'a={"model": "ngram"}', "--served"],
+            "must have 4 to 1024 tokens for vLLM's bench serve with --max-tokens 128",
+        ),
+        (
+            ["--config", 'a={"model": "ngram"}', "--served", "--max-tokens", "2040"],
+            "must have 4 to 8 tokens",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.bench import BenchSettings
 from vllm_specinfer.evidence.measured import Measured
-from vllm_specinfer.evidence.reproduce import regimes, steps
+from vllm_specinfer.evidence.reproduce import memory, regimes, steps
 from vllm_specinfer.evidence.reproduce.heads import write_padded
 from vllm_specinfer.evidence.reproduce.table1 import hit_rates
 from vllm_specinfer.evidence.reproduce.treeattn import Sides
@@ -140,7 +140,8 @@ def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(regimes, "load_prompts", lambda settings: {})
     configs = {"specinfer": {"method": "specinfer", "model": "ngram"}}
     settings = BenchSettings("target", configs, ["prompts"], starts=2)
-    (row,) = regimes.compare(tmp_path, settings, ["x"])
+    ((first,), (row,)) = regimes.compare(tmp_path, settings, ["x"])
+    assert (first["plain tokens/s"], first["ratio"]) == (1, 3)
     assert started == ["plain", "specinfer"] * 2
     assert (row["plain tokens/s"], row["specinfer tokens/s"]) == (1.5, 4.5)
     assert row["25%"] == row["ratio"] == row["75%"] == 3
@@ -195,7 +196,7 @@ def asked(monkeypatch):
 
     def compare(out, settings, command):
         found.append(settings)
-        return [{"temperature": 0.0, "batch": b, "ratio": 1.0} for b in (1, 4)]
+        yield [{"temperature": 0.0, "batch": b, "ratio": 1.0} for b in (1, 4)]
 
     monkeypatch.setattr(regimes, "compare", compare)
     with mock.patch.dict(os.environ):
@@ -217,6 +218,17 @@ def test_two_ranks_share_the_cores(asked, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert reproduce("tp", "--out", tmp_path) == 1
     assert "tp must have at least 2 cores; got 1" in capsys.readouterr().err
+
+
+def test_what_is_measured_before_an_error_is_written(tmp_path, monkeypatch, capsys):
+    def fails(*args):
+        yield [{"batch": 1, "nodes": 8, "MiB more than plain": 2.0}]
+        raise ValueError("the next engine does not start")
+
+    monkeypatch.setattr(memory, "memory", fails)
+    assert reproduce("memory", "--out", tmp_path) == 1
+    assert "the next engine does not start" in capsys.readouterr().err
+    assert "| 1 | 8 | 2.000 |" in (tmp_path / "memory.md").read_text()
 
 
 def test_weights_are_offloaded_from_a_gpu_only(asked, tmp_path, monkeypatch, capsys):

@@ -175,7 +175,11 @@ def test_what_was_not_recorded_is_refused(tmp_path, capsys):
         ("{}\n", [], "must be a trace"),
         (lines[0], [], "at least one step; got none"),
         (lines[0] + lines[1][:50], [], "line 2 must be JSON"),
-        (lines[0] + '{"depth": [1]}\n', [], "line 2 must have as many entries"),
+        (lines[0] + '{"depth": [1]}\n', [], "line 2 must have as many numbers"),
+        (lines[0] + lines[1].replace("[", "[null, "), [], "must have as many numbers"),
+        (lines[0] + "[" * 100_000, [], "line 2 must be JSON"),
+        ('{"tree": 3}\n', [], "tree must be"),
+        ('{"tree": {"max_depth": 2}}\n', [], "must name an expansion"),
         (
             "".join(lines),
             ["--costs", str(costs)],

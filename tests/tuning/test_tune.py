@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, LlamaForCausalLM
 
 from tests import processes
 from tests.e2e.engine import KV_BYTES
@@ -368,6 +369,24 @@ def test_an_ssm_that_marks_nothing_is_the_last(target, tokenizer, tmp_path, caps
     assert numbers == [0, 1]
     # Nobody is left to be told.
     assert "continues no further window" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_is_continued(
+    target, tmp_path, capsys
+):
+    model, prompts = target
+    base = shutil.copytree(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["vocab_size"] += 64
+    (base / "config.json").write_text(json.dumps(config))
+    assert cli.main(command(target, tmp_path / "pool", base=base)) == 1
+    assert "base must have the target's vocab_size" in capsys.readouterr().err
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    arguments = {"type": "eagle3", "target": tmp_path / "gpt2", "prompts": prompts}
+    arguments["out"] = tmp_path / "head"
+    assert cli.main(["tune", *(f"--{k}={v}" for k, v in arguments.items())]) == 1
+    assert "layers as Llama's; got 'gpt2' without" in capsys.readouterr().err
+    assert not (tmp_path / "pool").exists() and not (tmp_path / "head").exists()
 
 
 def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):

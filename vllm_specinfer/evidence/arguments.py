@@ -74,24 +74,26 @@ def target(text: str) -> str:
 def out_file(text: str) -> Path:
     """A file that can be written; its folder need not exist."""
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"must be a file; got the folder {text}")
-    _check_writable(path.parent, text)
+    _check_writable(path, path.parent)
     return path
 
 
 def out_folder(text: str) -> Path:
     """A folder that can be written into; it need not exist."""
     path = Path(text)
-    _check_writable(path, text)
+    _check_writable(path, path)
     return path
 
 
-def _check_writable(folder: Path, text: str) -> None:
-    while not folder.exists():
-        folder = folder.parent
+def _check_writable(path: Path, folder: Path) -> None:
+    """Something in a folder, or a folder itself, which need not exist."""
     try:
+        path.exists()  # raises where no file can have such a name
+        while not folder.exists():
+            folder = folder.parent
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = f"must be writable; got {text}: {error.strerror}"
+        reason = f"must be writable; got {path}: {error.strerror}"
         raise argparse.ArgumentTypeError(reason) from None

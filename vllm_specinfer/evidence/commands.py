@@ -50,7 +50,7 @@ def engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> None:
-    """How many prompts they answer, and at what length."""
+    """How many prompts they answer, and at what length: a step of decoding at least."""
     parser.add_argument(
         "--max-prompts",
         type=at_least(int, 0),
@@ -58,7 +58,7 @@ def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> Non
         help=f"spread over the file; 0 for all ({max_prompts})",
     )
     parser.add_argument(
-        "--max-tokens", type=at_least(int, 1), default=128, help="of each answer"
+        "--max-tokens", type=at_least(int, 2), default=128, help="of each answer"
     )
 
 
@@ -149,8 +149,8 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
         "simulate",
         help="tokens per step of other trees, from a trace",
         description="Tokens per step of tree shapes on a recorded trace, without a "
-        "model. Approximate for all but the recorded tree: its steps start where its "
-        "own paths ended.",
+        "model. Approximate for all but the recorded tree (of SSMs): its steps start "
+        "where its own paths ended.",
     )
     parser.add_argument("trace", type=Path, help="what record has written")
     parser.add_argument("--trees", nargs="*", help="expansions, as 2,2,1")
@@ -211,9 +211,14 @@ def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
 
 
 def _fit_scheduler(args: argparse.Namespace) -> int:
-    from vllm_specinfer.evidence.fit import fit_scheduler
+    from vllm_specinfer.evidence.fit import BESIDE, fit_scheduler
     from vllm_specinfer.evidence.simulate import read_costs
 
+    written = [args.out, *map(args.out.with_suffix, BESIDE)]
+    given = [*args.traces, *filter(None, [args.costs])]
+    if len({*written, *given}) < len(written) + len({*given}):
+        names = ", ".join(file.name for file in written)
+        raise ValueError(f"out must leave what is given alone; got {names} to write")
     costs = args.costs and read_costs(args.costs, args.level_seconds, batch=1)
     fitted = fit_scheduler(
         args.traces,

@@ -33,6 +33,8 @@ from vllm_specinfer.scheduling.predictor import (
 from vllm_specinfer.tree.token_tree import ROOT
 
 HELD_OUT_EACH = 4
+# Ends of the names of the tables and the picture.
+BESIDE = TABLE, SCHEDULERS, TEXT, PICTURE = ".csv", ".schedulers.csv", ".md", ".png"
 EPOCHS, BATCH, RATE = 30, 256, 2e-2
 # Adam's averages and what it adds to the root of the second one.
 _FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
@@ -241,7 +243,7 @@ def fit_scheduler(
     predictor, rows = _fitted(whole, np.concatenate(held_out), size, sizes, out)
     about = {"traces": [trace.about for trace in whole], **made_by(command)}
     write_json(out, {"predictor": predictor.learned(), "about": about})
-    write_csv(out.with_suffix(".csv"), rows)
+    write_csv(out.with_suffix(TABLE), rows)
     text, schedulers = markdown_of(rows), []
     if costs is not None:
         schedulers = [
@@ -249,9 +251,9 @@ def fit_scheduler(
             for file, trace, held in zip(traces, whole, held_out, strict=True)
             for row in compare(trace, held, predictor, costs, num_nodes)
         ]
-        write_csv(out.with_suffix(".schedulers.csv"), schedulers)
+        write_csv(out.with_suffix(SCHEDULERS), schedulers)
         text += "\n" + markdown_of(schedulers)
-    out.with_suffix(".md").write_text(text)
+    out.with_suffix(TEXT).write_text(text)
     return Fitted(text, schedulers)
 
 
@@ -295,7 +297,7 @@ def _fitted(
             add(f"{size} hidden, without {name}", *less, size)
     out.parent.mkdir(parents=True, exist_ok=True)
     shown = ("the source's own", f"{size} hidden, fitted")
-    _plot({name: predicted[name] for name in shown}, test, out.with_suffix(".png"))
+    _plot({name: predicted[name] for name in shown}, test, out.with_suffix(PICTURE))
     return found[size], rows
 
 

@@ -31,6 +31,8 @@ from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.results import write_json
 
 START_SECONDS, STOP_SECONDS = 600, 60
+# Tokens of a prompt, and of both, that vLLM's bench serve takes.
+LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 4, 1024, 2048
 MEASURED = {
     "tokens/s": "output_throughput",
     "ms to first token": "median_ttft_ms",
@@ -59,6 +61,8 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
             f"{settings.range_ratio}"
         )
     prompts = load_prompts(settings)
+    for source, found in prompts.items():
+        _check_lengths(source, found, settings.max_tokens)
     out.mkdir(parents=True, exist_ok=True)
     configs = {PLAIN: None, **settings.configs}
     runs = []
@@ -74,6 +78,23 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
         results.setdefault(cell, {}).setdefault(name, []).append(found)
         text = _write(out, results)
     return text
+
+
+def _check_lengths(source: str, prompts: list[list[int]], max_tokens: int) -> None:
+    """What vLLM's bench serve leaves out is refused before servers start.
+
+    Raises:
+        ValueError: A prompt is too short or too long
+            (vllm/benchmarks/datasets, is_valid_sequence).
+    """
+    lengths = sorted(map(len, prompts))
+    most = min(MOST_PROMPT, MOST_TOKENS - max_tokens)
+    if lengths[0] < LEAST_PROMPT or lengths[-1] > most:
+        raise ValueError(
+            f"prompts of {source} must have {LEAST_PROMPT} to {most} tokens for vLLM's "
+            f"bench serve with --max-tokens {max_tokens}; got {lengths[0]} to "
+            f"{lengths[-1]}: --max-prompts takes fewer"
+        )
 
 
 def _write(out: Path, results: dict[Cell, dict[str, list[dict[str, float]]]]) -> str:
@@ -147,7 +168,13 @@ def _server(
             json.dumps(warm_up).encode(),
             {"Content-Type": "application/json"},
         )
-        urllib.request.urlopen(request).read()
+        try:
+            urllib.request.urlopen(request).read()
+        except OSError as error:
+            raise ValueError(
+                f"the server must answer {len(warm_up['prompt'])} prompts; got "
+                f"{error}, see {log}"
+            ) from error
         yield address
     finally:
         process.terminate()
@@ -218,8 +245,8 @@ def _drive(
         result = serve.main(args)
     if result["completed"] != len(prompts):
         raise ValueError(
-            f"all {len(prompts)} prompts of {cell.prompts} must have 4 to 1024 tokens, "
-            "and 2048 with their answers, for vLLM's bench serve; got answers to "
-            f"{result['completed']}"
+            f"all {len(prompts)} prompts of {cell.prompts} must be answered; got "
+            f"answers to {result['completed']}, see {out / 'server.log'} and "
+            f"{out / 'driver.log'}"
         )
     return {key: float(result[key]) for key in MEASURED.values()}

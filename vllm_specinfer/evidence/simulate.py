@@ -2,7 +2,8 @@
 
 A simulated tree is grown by the engine's own `TreeGrowth` from the recorded scores and
 keeps the nodes on the target's path that it has, too. What is exact: simulating the
-recorded tree gives the recorded tokens per step. What is approximate:
+recorded tree gives the recorded tokens per step, but for lookups, which know no
+expansion. What is approximate:
 
 - A recorded step starts where the recorded tree's path ended. Another tree would start
   its steps elsewhere: a smaller one also at tokens that lie inside recorded paths.

@@ -7,6 +7,9 @@ from typing import Any
 
 from vllm_specinfer.plots import figure_for
 
+# Of equal keys.
+Rows = Sequence[dict[str, Any]]
+
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of texts that are ready to be shown."""
@@ -14,7 +17,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def markdown_of(rows: Sequence[dict[str, Any]]) -> str:
+def markdown_of(rows: Rows) -> str:
     """A table of rows of equal keys, numbers to three places."""
     shown = [
         [f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()]
@@ -23,7 +26,7 @@ def markdown_of(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(list(rows[0]), shown)
 
 
-def write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_csv(file: Path, rows: Rows) -> None:
     """Rows of equal keys, at least one; numbers in full."""
     with file.open("w", newline="") as target:
         writer = csv.DictWriter(target, rows[0].keys())
@@ -34,7 +37,7 @@ def write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 def report(
     out: Path,
     name: str,
-    rows: Sequence[dict[str, Any]],
+    rows: Rows,
     *,
     x: str,
     y: str,

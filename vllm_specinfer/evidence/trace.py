@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specinfer.options import ExpansionTree
+from vllm_specinfer.parse_trees import parse_tree
 from vllm_specinfer.tree.candidates import NO_TOKEN
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -126,20 +127,22 @@ def read_trace(file: Path) -> Trace:
     about = next(lines, {})
     if "tree" not in about:
         raise ValueError(f"{file} must be a trace, as `record` writes it; got {about}")
-    tree = ExpansionTree(tuple(about["tree"]))
+    tree = parse_tree(about["tree"])
+    if not isinstance(tree, ExpansionTree):
+        raise ValueError(f"{file} must name an expansion; got {about['tree']}")
     requests: list[int] = []
     found: dict[str, list[list[float]]] = {name: [] for name in _COLUMNS}
     for number, step in enumerate(lines, start=2):
-        sizes = {len(step.get(name, ())) for name in _COLUMNS}
-        if len(sizes) != 1:
+        columns = [step.get(name) for name in _COLUMNS]
+        if not all(map(_is_column, columns)) or len(set(map(len, columns))) != 1:
             raise ValueError(
-                f"{file}, line {number} must have as many entries of each of "
-                f"{', '.join(_COLUMNS)}; got {sorted(sizes)}"
+                f"{file}, line {number} must have as many numbers of each of "
+                f"{', '.join(_COLUMNS)}; got {columns}"
             )
         requests.append(step.get("request", 0))
         for name in _COLUMNS:
             found[name].append(step[name])
-    if not found["parent"]:
+    if not any(found["parent"]):
         raise ValueError(f"{file} must hold at least one step; got none")
     width = max(map(len, found["parent"]))
 
@@ -159,12 +162,16 @@ def read_trace(file: Path) -> Trace:
     )
 
 
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, int | float) for x in value)
+
+
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 found = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}, line {number} must be JSON") from error
             if not isinstance(found, dict):
                 raise ValueError(f"{file}, line {number} must be an object")

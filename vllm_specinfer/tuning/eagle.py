@@ -29,6 +29,17 @@ from vllm_specinfer.tuning.data import Sample
 from vllm_specinfer.tuning.precision import fast_dtype, mixed_precision
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# What a head has of its target's config, some of it by these names in few models only.
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rms_norm_eps",
+)
 # Deeper steps are reached less often.
 STEP_DECAY = 0.8
 
@@ -38,7 +49,16 @@ def head_config(target: PreTrainedConfig) -> LlamaConfig:
 
     As in published heads; the layers read are vLLM's default
     (vllm/model_executor/models/interfaces.py, SupportsEagle3).
+
+    Raises:
+        ValueError: The target's layers are of another kind.
     """
+    missing = [name for name in _SIZES if not hasattr(target, name)]
+    if missing:
+        raise ValueError(
+            "the target of an EAGLE-3 head must have layers as Llama's; got "
+            f"{target.model_type!r} without {', '.join(missing)}"
+        )
     depth = target.num_hidden_layers
     # Not the last one: transformers gives it normed, vLLM as it is.
     layers = sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})

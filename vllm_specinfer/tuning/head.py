@@ -46,8 +46,10 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
         ValueError: The input cannot be used.
         OSError: A file is missing or the disk is full.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
+    # What cannot have a head is refused before its continuations are written.
+    eagle.head_config(AutoConfig.from_pretrained(settings.target).get_text_config())
     data = prepare(
         out, settings, command, AutoTokenizer.from_pretrained(settings.target)
     )

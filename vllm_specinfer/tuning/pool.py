@@ -184,9 +184,18 @@ class _Pool:
 
 
 def _check_base(base: str, target: str, tokenizer: Any) -> None:
-    """A base must have the target's tokenizer."""
-    from transformers import AutoTokenizer
+    """A base must have the target's tokenizer and as many rows of an embedding."""
+    from transformers import AutoConfig, AutoTokenizer
 
+    sizes = [
+        AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        for folder in (base, target)
+    ]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"base must have the target's vocab_size, {sizes[1]}; got {sizes[0]} of "
+            f"{base!r}"
+        )
     if AutoTokenizer.from_pretrained(base).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"base must have the tokenizer of the target {target!r}; got another one "

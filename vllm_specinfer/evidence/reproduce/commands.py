@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from vllm_specinfer.evidence.commands import (
     fit_options,
     target_of,
 )
-from vllm_specinfer.evidence.tables import report
+from vllm_specinfer.evidence.tables import Rows, report
 from vllm_specinfer.options import METHOD, VERIFICATIONS
 
+# There in a checkout.
 POOL = Path(__file__).parents[3] / "examples" / "pools" / "smollm2-135m"
+SHIPPED_SSM = POOL / "ssm0"
 NODES_HELP = "most nodes of a tree (8)"
 
 
@@ -64,8 +66,8 @@ def add(commands: "argparse._SubParsersAction") -> None:
         "--pools",
         type=model,
         nargs="+",
-        default=[str(POOL)],
         help="folders (the shipped pool)",
+        **_shipped(POOL, lambda pool: [pool]),
     )
     table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
     table.set_defaults(run=_ssms)
@@ -139,9 +141,14 @@ def _add_ssm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssm",
         type=model,
-        default=str(POOL / "ssm0"),
         help="SSM, pool or lookup (the shipped SSM)",
+        **_shipped(SHIPPED_SSM, str),
     )
+
+
+def _shipped(folder: Path, default: Callable[[str], Any]) -> dict[str, Any]:
+    """What an option is by default; an installed package must be told."""
+    return {"default": default(str(folder))} if folder.exists() else {"required": True}
 
 
 def _add_sizes(
@@ -155,8 +162,11 @@ def _answers(args: argparse.Namespace) -> Any:
     return answers_to(args, args.prompts, args.temperatures)
 
 
-def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]], **axes: str) -> int:
-    print(report(args.out, args.table, rows, **axes))
+def _show(args: argparse.Namespace, tables: Iterable[Rows], **axes: str) -> int:
+    """Write the rows so far, again and again: what is measured is not lost."""
+    for rows in tables:
+        text = report(args.out, args.table, rows, **axes)
+    print(text)
     print(f"{args.table}.csv, .md and .png in {args.out}")
     return 0
 
@@ -166,7 +176,7 @@ def _table1(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.reproduce.table1 import table1
 
     rows = table1(answers, args.ssm, args.most, args.out, sys.argv)
-    return _show(args, rows, x="k", y="hit rate", line="temperature")
+    return _show(args, [rows], x="k", y="hit rate", line="temperature")
 
 
 def _table2(args: argparse.Namespace) -> int:
@@ -206,7 +216,7 @@ def _scheduler(args: argparse.Namespace) -> int:
     rows = scheduler(
         sets, args.ssm, args.tree, args.size, costs, args.nodes, args.out, sys.argv
     )
-    return _show(args, rows, x="scheduler", y="tokens/s over plain", line="prompts")
+    return _show(args, [rows], x="scheduler", y="tokens/s over plain", line="prompts")
 
 
 def _tp(args: argparse.Namespace) -> int:

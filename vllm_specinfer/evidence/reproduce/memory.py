@@ -7,13 +7,14 @@ requests x (nodes + 1) x vocabulary x 4 bytes.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from vllm_specinfer.evidence.engines import cpu_kv_cache, in_a_process, runner_of
+from vllm_specinfer.evidence.tables import Rows
 
 MIB = 1 << 20
 MAX_TOKENS = 16
@@ -25,7 +26,7 @@ def memory(
     nodes: Sequence[int],
     batches: Sequence[int],
     engine: dict[str, Any],
-) -> list[dict[str, Any]]:
+) -> Iterator[Rows]:
     """A row per batch and number of nodes, sizes in MiB.
 
     Args:
@@ -34,6 +35,9 @@ def memory(
         nodes: Of every tree.
         batches: Requests at once.
         engine: Further arguments of `vllm.LLM`.
+
+    Yields:
+        The rows so far.
 
     Raises:
         ValueError: The input cannot be used.
@@ -50,7 +54,7 @@ def memory(
                 row = {"batch": batch, "nodes": n, "MiB more than plain": more / MIB}
                 row |= {"MiB of K/V": kv / MIB, "% of K/V": 100 * more / kv}
                 rows.append(row)
-    return rows
+                yield rows
 
 
 def _measure(

@@ -9,7 +9,7 @@ Offloading was never run on a GPU: nothing of it is measured.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm_specinfer.evidence.bench import (
 )
 from vllm_specinfer.evidence.engines import core_of, in_a_process
 from vllm_specinfer.evidence.measured import PLAIN, QUARTILES, Results
+from vllm_specinfer.evidence.tables import Rows
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.results import write_json
@@ -67,13 +68,16 @@ def offloaded(gib: float) -> dict[str, Any]:
 
 def compare(
     out: Path, settings: BenchSettings, command: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> Iterator[Rows]:
     """A row per temperature and batch; settings and versions go to `bench.json`.
 
     Args:
         out: The folder.
         settings: What is compared; one config, `METHOD`.
         command: The command line, for the record.
+
+    Yields:
+        The rows of the starts so far.
 
     Raises:
         ValueError: The input cannot be used.
@@ -83,16 +87,17 @@ def compare(
     for config in settings.configs.values():
         parse_options(config)  # what is wrong is said before engines start
     prompts = load_prompts(settings)
-    results = joined(
-        in_a_process(
-            _alone, settings, prompts, name, f"{name}, {i + 1} of {settings.starts}"
-        )
-        for i in range(settings.starts)
-        for name in (PLAIN, METHOD)
-    )
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "bench.json", circumstances(settings, command))
-    return rows_of(results)
+    results: Results = {}
+    for i in range(settings.starts):
+        of = f"{i + 1} of {settings.starts}"
+        started = (
+            in_a_process(_alone, settings, prompts, name, f"{name}, {of}")
+            for name in (PLAIN, METHOD)
+        )
+        results = joined([results, *started])
+        yield rows_of(results)
 
 
 def _alone(settings: BenchSettings, prompts: Prompts, name: str, title: str) -> Results:
@@ -103,7 +108,7 @@ def _alone(settings: BenchSettings, prompts: Prompts, name: str, title: str) -> 
     return results
 
 
-def rows_of(results: Results) -> list[dict[str, Any]]:
+def rows_of(results: Results) -> Rows:
     """Medians over turns; ratios are those of the same prompts."""
     rows = []
     for (_, temperature, batch), methods in results.items():

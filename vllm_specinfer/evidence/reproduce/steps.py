@@ -7,7 +7,7 @@ tokens/s want a quiet one.
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from vllm_specinfer.evidence.engines import (
     tree_counts,
 )
 from vllm_specinfer.evidence.record import MAX_NUM_SEQS, Answers
+from vllm_specinfer.evidence.tables import Rows
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
 WIDER = 8  # nodes of a level
 
 
-def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> list[dict[str, Any]]:
+def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> Iterator[Rows]:
     """Tokens per step by the width of the paper's tree, 1,1,k,1,1,1,1,1."""
     configs = {k: {"model": ssm, "tree": [1, 1, k, *[1] * 5]} for k in widths}
     return measure(answers, "width", configs)
@@ -37,7 +38,7 @@ def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> list[dict[str, 
 
 def table3(
     answers: Answers, ssm: str, rules: Sequence[str], nodes: int
-) -> list[dict[str, Any]]:
+) -> Iterator[Rows]:
     """Tokens per step by verification rule; "naive" has the trees of "mss"."""
     common = {"model": ssm, "num_speculative_tokens": nodes}
     return measure(
@@ -45,7 +46,7 @@ def table3(
     )
 
 
-def ssms(answers: Answers, pools: Sequence[str], nodes: int) -> list[dict[str, Any]]:
+def ssms(answers: Answers, pools: Sequence[str], nodes: int) -> Iterator[Rows]:
     """Tokens per step of the first SSMs of each pool, and of its first one, wider.
 
     Raises:
@@ -67,7 +68,7 @@ def ssms(answers: Answers, pools: Sequence[str], nodes: int) -> list[dict[str, A
 
 def measure(
     answers: Answers, label: str, configs: dict[Any, dict[str, Any]]
-) -> list[dict[str, Any]]:
+) -> Iterator[Rows]:
     """A row per configuration and temperature.
 
     Args:
@@ -75,8 +76,11 @@ def measure(
         label: The key of the configurations' names in the rows.
         configs: Speculative configs by name, without the method.
 
+    Yields:
+        The rows so far.
+
     Raises:
-        ValueError: The input cannot be used.
+        ValueError: The input cannot be used, or all answers are a single token.
         OSError: A file is missing.
     """
     from vllm import SamplingParams
@@ -110,6 +114,8 @@ def measure(
             num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
             _, nodes, _ = np.subtract(tree_counts(llm), before).tolist()
             num_steps = log.counts.total()
+            if not num_steps:
+                raise ValueError("answers must have two tokens at least; got one each")
             rows.append(
                 {
                     label: name,
@@ -119,6 +125,6 @@ def measure(
                     "tokens/s": num_tokens / took,
                 }
             )
+            yield rows
         del llm
         gc.collect()
-    return rows

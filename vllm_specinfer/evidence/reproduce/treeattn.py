@@ -9,8 +9,7 @@ calls in turn.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from vllm_specinfer.evidence.cpu_attention import (
     causal_attention,
     measure,
 )
+from vllm_specinfer.evidence.tables import Rows
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import TokenTree, ancestor_bits
@@ -37,7 +37,7 @@ def treeattn(
     context: int,
     dtype: torch.dtype,
     seconds: float,
-) -> list[dict[str, Any]]:
+) -> Iterator[Rows]:
     """A row per batch and number of nodes; K/V in KiB per layer, for all requests.
 
     Args:
@@ -46,6 +46,9 @@ def treeattn(
         context: Positions before each tree, a multiple of the block size.
         dtype: Of K, V and queries.
         seconds: To measure each row.
+
+    Yields:
+        The rows so far.
 
     Raises:
         ValueError: The context does not fill its blocks.
@@ -74,7 +77,7 @@ def treeattn(
                 * (sides.num_path_rows + (sides.num_paths - 1) * context),
             }
         )
-    return rows
+        yield rows
 
 
 class Sides:
