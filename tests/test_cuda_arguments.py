@@ -1,5 +1,6 @@
 """What an engine on CUDA is refused and started with, on a double of the platform."""
 
+import fnmatch
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_specinfer import refusals
 from vllm_specinfer.hooks import speculative_config
@@ -189,6 +191,24 @@ def test_the_worker_registers_the_chosen_attention(choice, name):
         assert AttentionBackendEnum.CUSTOM.get_class().__name__ == name
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_a_sleep_that_loses_weights_keeps_those_of_ssms(monkeypatch):
+    """vLLM reloads only the target's."""
+    from vllm_specinfer import gpu_worker
+    from vllm_specinfer.worker import TreeWorker
+
+    worker = gpu_worker.SpecInferGPUWorker.__new__(gpu_worker.SpecInferGPUWorker)
+    kept = ["lm_head.*"]
+    worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=kept)
+    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: True)
+    monkeypatch.setattr(TreeWorker, "init_device", lambda self: None)
+    for _ in range(2):
+        worker.init_device()
+    assert kept == ["lm_head.*", "draft.*"]
+    worker.get_draft_model = lambda: torch.nn.Linear(1, 1)
+    names = worker._get_sleep_parameters(torch.nn.Linear(1, 1))
+    assert fnmatch.filter(names, kept[1]) == ["draft.weight", "draft.bias"]
 
 
 def test_a_refusal_leaves_the_arguments_as_they_were(on_cuda, create, make_llama):
