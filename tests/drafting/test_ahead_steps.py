@@ -36,7 +36,7 @@ class Chosen(Budget):
 
     def __init__(self):
         self.steps, self.drafts_timed, self.chances, self.unread = [], [], [], []
-        self.known, self.expected = [], []
+        self.known, self.expected, self.prompts_timed = [], [], []
 
     def grows(self, num_reqs):
         return self.grow
@@ -55,6 +55,10 @@ class Chosen(Budget):
 
     def observe_draft(self, num_reqs, rows, levels, seconds, follows=False):
         self.drafts_timed.append((num_reqs, rows, levels, follows))
+
+    def observe_prompts(self, num_reqs, seconds):
+        assert seconds > 0
+        self.prompts_timed.append(num_reqs)
 
     def observe_chances(self, scores, num_nodes, asks=True):
         self.chances.append((scores, num_nodes, asks))
@@ -367,12 +371,13 @@ def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):
     assert [ssm.caught_up for ssm in steps.sources.ssms] == [read] * 2
     # Two of theirs, and what each SSM has not read of 9 and 8 tokens.
     assert steps.budget.unread == [2 + 2 * (2 + 1)]
-    # Nobody is told what prompts, or the step with them, took.
+    # Nobody is told what the step with prompts took; reading them is no draft.
     draft(steps, a_batch([0, 3], NODES))
     draft(steps, a_batch([0, 3], NODES))
     steps.lessons.learn()
     assert steps.budget.steps == [(8, True)] * 2
-    assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 2
+    assert steps.budget.prompts_timed == [2]
+    assert steps.budget.drafts_timed == [(2, 20, 4, True)] * 3
 
 
 def test_heads_read_the_states_of_prompts(steps):

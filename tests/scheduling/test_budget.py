@@ -330,3 +330,16 @@ def test_costs_of_steps_are_known_again_where_there_was_no_ssm():
     new.recall(old.learned())
     assert new.knows_costs and new.learned()["profile"] is None
     assert new._step.seconds(4) == pytest.approx(old._step.seconds(4))
+
+
+def test_prompts_cost_the_same_where_they_are_timed_alone():
+    together, alone = LoadBudget(8), LoadBudget(8)
+    for n in range(400):
+        for budget in (together, alone):
+            budget.observe_draft(2, 9, 2, 1e-3)
+        if n % 8 == 0:
+            together.observe_draft(2, 1000, 0, 80e-3)
+            alone.observe_prompts(2, 80e-3)
+    expected = 80e-3 / 2 / 9
+    assert together._prompts == pytest.approx(expected, rel=0.15)
+    assert alone._prompts == pytest.approx(80e-3 / 2 / 8, rel=0.15)

@@ -266,8 +266,8 @@ class AheadSteps:
             # A head's row reads the token behind it, too.
             ahead = np.where(roles.ended, 0, source.ssm.lookahead)
             source.ssm.catch_up(replace(step, num_tokens=roles.ends + ahead))
-        # That is not what drafting takes.
-        self._clock.restart()
+        budget, num_reqs = self._budget, max(1, len(roles.slots))
+        self._clock.lap(lambda seconds: budget.observe_prompts(num_reqs, seconds))
 
     def _sit_out(
         self, batch: InputBatch, num_new: torch.Tensor, states: TargetStates | None

@@ -147,6 +147,9 @@ class Budget:
             follows: None of the rows is a prompt's, as many as they are.
         """
 
+    def observe_prompts(self, num_reqs: int, seconds: float) -> None:
+        """Beside a draft of R requests the SSMs have read prompts for so long."""
+
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""
         return {}

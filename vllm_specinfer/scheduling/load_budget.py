@@ -334,6 +334,10 @@ class LoadBudget(Budget):
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
 
+    def observe_prompts(self, num_reqs: int, seconds: float) -> None:
+        """What drafts cost besides; each of them makes it count a little less."""
+        self._prompts += self._agreed(seconds) / num_reqs / MEMORY_DRAFTS
+
     def learned(self) -> dict[str, Any]:
         """Costs and averages."""
         return {
