@@ -37,8 +37,10 @@ def test_with_few_blocks_texts_are_plain_decodings_and_fewer_requests_are_preemp
         print(name, given["preemptions"], "preemptions instead of", kept["preemptions"])
         assert given["preemptions"] < kept["preemptions"]
         assert given["metrics"]["short_steps"] > 0 == kept["metrics"]["short_steps"]
-        # Trees lose next to nothing.
-        assert given["drafts"] < 1.1 * kept["drafts"]
+        # Trees lose next to nothing, the engine has less to do.
+        assert given["decode_steps"] < 1.05 * kept["decode_steps"]
+        steps, steps_kept = (r["metrics"]["step_nodes"][0] for r in (given, kept))
+        assert steps < steps_kept
     check(plain, uneven)
     print(uneven["metrics"]["returned_blocks"], "blocks given back")
     assert uneven["metrics"]["returned_blocks"] > 10

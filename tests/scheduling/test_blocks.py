@@ -99,6 +99,17 @@ def test_a_request_in_flight_keeps_all_its_blocks():
     assert pool.free == [103, 102]
 
 
+def test_trees_are_cut_to_what_fits_into_their_blocks_first():
+    of_all = {"a": (5, 6, 2), "b": (4, 3, 2), "c": (7, 7, 2), "d": (2, 4, 3)}
+    slots, running, *_ = make(free=0, max_num_tokens=99, **of_all)
+    missing = slots.missing(running, 1)
+    assert missing == 3
+    slots.cut_drafts(running, 1, missing, None)
+    # Eight slots hold c's text of eight: it keeps a node all the same.
+    assert [len(request.spec_token_ids) for request in running] == [1, 2, 1, 3]
+    assert slots.missing(running, 1) == 1
+
+
 @pytest.mark.parametrize(("in_flight", "cut"), [(False, "cd"), (True, "abcd")])
 @pytest.mark.parametrize("num_kept", [0, 1])
 def test_the_last_trees_are_cut_until_that_saves_enough(in_flight, cut, num_kept):

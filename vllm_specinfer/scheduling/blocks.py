@@ -74,7 +74,7 @@ class SlotsOfTrees:
         running: Sequence["Request"],
         lookahead: int,
         num_blocks: int,
-        num_kept: int,
+        num_kept: int | None,
     ) -> None:
         """Cut the trees of requests, the last ones first, until this saves so much.
 
@@ -86,14 +86,25 @@ class SlotsOfTrees:
             running: The requests in vLLM's order.
             lookahead: As of `missing`.
             num_blocks: How many blocks to save: not to need, or to be given back.
-            num_kept: Nodes that a tree keeps.
+            num_kept: Nodes that a tree keeps; None for those that fit into the blocks
+                that the request has, one at least.
         """
         for request in reversed(running):
             if num_blocks <= 0:
                 break
             before = self._lacking(request, lookahead)
-            request.spec_token_ids = request.spec_token_ids[:num_kept]
+            kept = self._fitting(request, lookahead) if num_kept is None else num_kept
+            request.spec_token_ids = request.spec_token_ids[:kept]
             num_blocks -= before - self._lacking(request, lookahead)
+
+    def _fitting(self, request: "Request", lookahead: int) -> int:
+        """Nodes that need no further block, or one."""
+        slots = min(
+            len(group.req_to_blocks[request.request_id]) * group.block_size
+            for group in self._groups
+        )
+        root_end = _end_of_rows(request) - len(request.spec_token_ids)
+        return max(1, slots - root_end - lookahead)
 
     def _lacking(self, request: "Request", lookahead: int) -> int:
         """Blocks that a request needs beyond its own; those it could give back less."""

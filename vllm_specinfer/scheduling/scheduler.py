@@ -214,7 +214,7 @@ class SpecInferScheduler(Scheduler):
         num_free = pool.get_num_free_blocks()
         slots, asked = self._slots, (self.running, LEAST_LOOKAHEAD)
         kept = slots.give_back(*asked, slots.missing(*asked))
-        for num_kept in (1, 0):
+        for num_kept in (None, 1, 0):
             if (missing := slots.missing(*asked)) <= 0:
                 break
             slots.cut_drafts(*asked, missing, num_kept)
