@@ -9,6 +9,7 @@ from tests.scheduling.block_worker import (
     Engine,
     make_scheduler,
 )
+from vllm_specinfer.scheduling.step_stats import NO_ROOM, SCHEDULE, WorkerStats
 
 
 def rows_of_steps(engine, num_steps):
@@ -62,3 +63,17 @@ def test_trees_are_as_large_as_ever_where_there_is_room(make):
     for text in range(SLOTS):
         engine.add(length=1, text=text, max_tokens=12)
     assert sum(rows_of_steps(engine, 3)[-1].values()) == SLOTS * (NUM_NODES + 1)
+
+
+def test_requests_without_room_for_a_node_are_not_the_schedules():
+    """The worker knows how many nodes it may draft, and that there is no schedule."""
+    engine = Engine(make_scheduler(max_num_tokens=SLOTS), 0)
+    for text in range(SLOTS):
+        engine.add(length=1, text=text, max_tokens=12)
+    engine.step(NUM_NODES)
+    output = engine.scheduler.schedule()
+    assert output.num_spec_tokens_to_schedule == 0
+    found = engine.scheduler._stats_of(
+        output, WorkerStats(reasons=dict.fromkeys("1234", SCHEDULE))
+    )
+    assert found.plain == {NO_ROOM: SLOTS}
