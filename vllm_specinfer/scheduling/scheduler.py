@@ -185,28 +185,30 @@ class SpecInferScheduler(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """As vLLM's, which asks for the next drafts here: no more than have room."""
-        scheduler_output.num_spec_tokens_to_schedule = min(
+        scheduler_output.num_spec_tokens_to_schedule = self._most_nodes(
             scheduler_output.num_spec_tokens_to_schedule,
-            self._most_nodes(scheduler_output.num_scheduled_tokens),
+            scheduler_output.num_scheduled_tokens,
         )
         super()._update_after_schedule(scheduler_output)
 
-    def _most_nodes(self, scheduled: dict[str, int]) -> int:
-        """Nodes of a tree so that all requests have rows in the next step.
+    def _most_nodes(self, most: int, scheduled: dict[str, int]) -> int:
+        """Nodes of a tree, so many at most, so that all have rows in the next step.
 
         vLLM gives rows to whom it has had longest first, and then to prompts. While
         there are any, half of the rows are theirs: a node is only a guess.
         """
         num_running, num_waiting = self.get_request_counts()
         joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
-        num_rows = self.max_num_scheduled_tokens
+        num_reqs, num_rows = num_running + joining, self.max_num_scheduled_tokens
+        if num_reqs * (1 + most) <= num_rows // 2:
+            return most
         if joining or any(
             request.num_computed_tokens + scheduled.get(request.request_id, 0)
             < request.num_tokens
             for request in self.running
         ):
             num_rows //= 2
-        return max(0, num_rows // max(1, num_running + joining) - 1)
+        return min(most, max(0, num_rows // num_reqs - 1))
 
     def _give_back(self) -> dict[str, list[int]]:
         """Free the blocks that the step lacks, or do without; see `SlotsOfTrees`."""
