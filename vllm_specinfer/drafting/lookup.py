@@ -42,8 +42,8 @@ class Lookup(Protocol):
     def start(self, slot: int) -> None:
         """A request starts in a slot."""
 
-    def end(self, slot: int) -> None:
-        """A request leaves its slot."""
+    def end(self, slot: int, tokens: np.ndarray) -> None:
+        """A request leaves its slot with these tokens [n] int32."""
 
     def forget(self) -> None:
         """Forget all texts."""
@@ -87,8 +87,7 @@ class LookupSource:
 
     def end(self, slot: int, tokens: np.ndarray) -> None:
         """A request leaves its slot with these tokens [n] int32."""
-        self._lookup.read(slot, tokens)
-        self._lookup.end(slot)
+        self._lookup.end(slot, tokens)
 
     def forget(self) -> None:
         """Forget all texts."""

@@ -54,8 +54,9 @@ class TextIndex:
             self._older[place] = self._newest.get(run, _NO_PLACE)
             self._newest[run] = place
 
-    def close(self) -> None:
-        """Find nothing from now on: the places take twenty times as much as tokens."""
+    def close(self, tokens: Sequence[int]) -> None:
+        """Hold these tokens and find nothing: places take twenty times their memory."""
+        self.tokens = array("i", tokens)
         self._newest, self._older = {}, array("i")
 
     def longest_match(self, context: Sequence[int]) -> tuple[int, list[int]]:
@@ -106,9 +107,9 @@ class Suffixes:
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
 
-    def end(self, slot: int) -> None:
+    def end(self, slot: int, tokens: np.ndarray) -> None:
         """Of the slot's request only the text is kept, for `start`."""
-        self._own[slot].close()
+        self._own[slot].close(tokens.tolist())
 
     def start(self, slot: int) -> None:
         """Keep the text of the slot's last request, and begin anew."""
