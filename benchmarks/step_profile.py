@@ -148,7 +148,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (asked, "propose", None, MERGE),
         (asked.steps, "merge", None, MERGE),
         (asked.steps, "best", None, MERGE),
-        (asked, "observe", None, POLICY),
+        (asked.experience, "observe", None, POLICY),
         (BudgetMemory, "note_step", None, POLICY),
         *((budget, name, None, POLICY) for name in DECISIONS),
         *((found, "begin", None, BUILD) for found in asked.ssms),

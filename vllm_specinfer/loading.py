@@ -18,6 +18,7 @@ from vllm_specinfer.device import is_host
 from vllm_specinfer.draft_heads import eagle_type
 from vllm_specinfer.drafting.children import ChildChooser
 from vllm_specinfer.drafting.eagle import EagleHead
+from vllm_specinfer.drafting.experience import Experience
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.sources import SourceSet, lookup_source
@@ -94,8 +95,8 @@ def row_sizes(
     return sorted(compilation.cudagraph_capture_sizes or [])
 
 
-def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
-    """Start the sources from what an engine like this one has learned."""
+def recalled(vllm_config: VllmConfig, experience: Experience) -> BudgetMemory:
+    """Start from what an engine like this one has learned."""
     model, spec = vllm_config.model_config, vllm_config.speculative_config
     file = file_of(
         *(vllm.__version__, current_platform.get_device_name()),
@@ -105,9 +106,9 @@ def recalled(vllm_config: VllmConfig, sources: SourceSet) -> BudgetMemory:
         vllm_config.compilation_config.cudagraph_mode,
         vllm_config.scheduler_config.async_scheduling,
         repr(spec.options),
-        sources.learned()["predictors"],
+        experience.learned()["predictors"],
     )
-    return BudgetMemory(file, sources)
+    return BudgetMemory(file, experience)
 
 
 def _steps_on(device: torch.device) -> TreeSteps:

@@ -172,7 +172,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.vllm_config, target_model, self.device, self.budget
         )
         if self.budget.learns:
-            self._memory = recalled(self.vllm_config, self.sources)
+            self._memory = recalled(self.vllm_config, self.sources.experience)
         layers = self.vllm_config.compilation_config.static_forward_context
         state = functools.partial(
             TreeModelState,
@@ -249,7 +249,7 @@ class TreeSpeculator(DraftModelSpeculator):
             Counts that; on another thread, perhaps.
         """
         stats, trees = self._verifying, self._ahead and self._ahead.trees
-        sources_of = (trees or self.sources).sources_of_nodes()
+        sources_of = (trees or self.sources.experience).sources_of_nodes()
         self._lessons.add(lambda: self._learn(stats, walks()))
 
         def count() -> None:
@@ -265,7 +265,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """What a step has accepted."""
         for walked in walks:
             self.host_steps.note_accepted(walked.slot, walked.nodes, stats)
-            self.sources.observe(walked.slot, walked.nodes, walked.num_rows)
+            self.sources.experience.observe(*walked[1:])
 
     def learn(self) -> None:
         """Learn of all steps until now, however long it takes to hear of them."""
@@ -340,7 +340,7 @@ class TreeSpeculator(DraftModelSpeculator):
                 )
             self.dummy_seconds = time.perf_counter() - started
         else:
-            self.sources.forgive()
+            self.sources.experience.forgive()
             states, decided = None, None
             if self._reads_layers:
                 states = torch.cat(aux_hidden_states, dim=-1)

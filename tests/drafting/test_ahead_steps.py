@@ -172,7 +172,9 @@ class Drafter:
 def steps(monkeypatch):
     """Ahead steps with two SSMs; all that they talk to is an attribute."""
     sources = SimpleNamespace(lookups=[], ssms=[Ssm(), Ssm()], notes={})
-    sources.note_found = lambda slot, *tree: sources.notes.update({slot: tree})
+    sources.experience = SimpleNamespace(
+        note_tree=lambda slot, *tree: sources.notes.update({slot: tree})
+    )
     values = {"temperature": [0, 0.5, 1.0, 0], "seeds": [0] * 4, "top_k": [9] * 4}
     values |= {"top_p": [1] * 4, "min_p": [0] * 4}
     arrays = {k: SimpleNamespace(np=np.array(v)) for k, v in values.items()}

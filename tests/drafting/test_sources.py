@@ -180,12 +180,12 @@ def test_a_source_that_is_always_wrong_loses_its_nodes_to_one_that_is_right():
         (tree,) = sources.propose(STEP).trees.each()
         kept.append(tree.tokens.tolist())
         paths = paths_in(tree)
-        sources.observe(7, [i for i, p in enumerate(paths) if p[0] == 3], 9)
+        sources.experience.observe(7, [i for i, p in enumerate(paths) if p[0] == 3], 9)
     assert kept[0] == [1, 2] and kept[-1] == [3, 4]
     # What the honest source calls one half turned out sure.
     assert honest.calibration.corrected(np.log(0.5)) > np.log(0.75)
     assert liar.calibration.corrected(np.log(0.9)) < np.log(0.5)
-    sources.observe(7, [0], 9)  # no tree stands there any more
+    sources.experience.observe(7, [0], 9)  # no tree stands there any more
 
 
 class Words:
@@ -217,7 +217,7 @@ def test_a_lookups_predictor_learns_from_its_own_nodes_that_were_tested():
     paths = {path: i for i, path in enumerate(paths_in(tree))}
     found = {(1,), (1, 2), (1, 2, 6), (1, 5), (3,), (3, 4), (9,), (9, 8)}
     assert set(paths) == found
-    sources.observe(7, [paths[1,], paths[1, 2]], 9)
+    sources.experience.observe(7, [paths[1,], paths[1, 2]], 9)
     ((slot, features, right),) = seen
     expected = {
         (np.log(0.5), 0, 0, 1): True,
@@ -250,9 +250,9 @@ def test_a_shared_node_counts_for_the_first_source():
     nodes = {path: i for i, path in enumerate(paths_in(tree))}
     assert set(nodes) == {(1,), (1, 2), (1, 3)}
     assert drafts.counts == [2, 1] and not drafts.reasons
-    sources_of = sources.sources_of_nodes()
-    sources.observe(7, [nodes[1,], nodes[1, 3]], 9)
-    sources.observe(7, [nodes[1,]], 9)  # no tree stands there any more
+    sources_of = sources.experience.sources_of_nodes()
+    sources.experience.observe(7, [nodes[1,], nodes[1, 3]], 9)
+    sources.experience.observe(7, [nodes[1,]], 9)  # no tree stands there any more
     assert sources_of(7, [nodes[1,], nodes[1, 3]]) == [0, 1]
     assert sources_of(7, []) == sources_of(8, []) == []
 
@@ -275,7 +275,7 @@ def test_nodes_without_rows_are_not_tested():
         observed = []
         ssm.calibration.observe = lambda *args, seen=observed: seen.append(args)
         sources.propose(STEP)
-        sources.observe(7, [0][:num_rows], num_rows)
+        sources.experience.observe(7, [0][:num_rows], num_rows)
         ((expected, hits),) = observed
         # The root's child, and the child of that, which was wrong.
         assert expected == pytest.approx(0.9 * tested)
@@ -291,10 +291,10 @@ def test_a_source_that_was_wrong_for_long_is_asked_again():
     def has_nodes(num_steps, accepted):
         found = []
         for _ in range(num_steps):
-            sources.forgive()
+            sources.experience.forgive()
             (tree,) = sources.propose(STEP).trees.each()
             found.append(len(tree) > 0)
-            sources.observe(7, accepted[: len(tree)], 3)
+            sources.experience.observe(7, accepted[: len(tree)], 3)
         return found
 
     wrong = has_nodes(3000, [])
@@ -335,7 +335,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     ssm, levels = Chain([1, 2], 0.9), Levels([1], [1, 2])
     ssm.on_device = SimpleNamespace(levels=levels)
     sources = SourceSet([lookup], [ssm], SHAPE, 3, budget)
-    before, states = sources.learned(), copy.deepcopy(vars(budget))
+    before, states = sources.experience.learned(), copy.deepcopy(vars(budget))
     lessons = Lessons()
 
     class Starts(Worker):
@@ -350,7 +350,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
                 lookup.start(0, None)
                 found = suffixes.find(0, text)
             assert found
-            assert sources.learned() != before
+            assert sources.experience.learned() != before
             self._maybe_activate_jit_monitor()
             return "times"
 
@@ -377,7 +377,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     assert worker.compile_or_warm_up_model() == "times"
     assert again == [None, "draws", "after the last warm-up"]
     lessons.learn()
-    assert sources.learned() == before and levels._chances.value is None
+    assert sources.experience.learned() == before and levels._chances.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))
     plain = budget._plain_steps, states["_plain_steps"], PlainSteps()
     assert vars(plain[0]) == vars(plain[1]) == vars(plain[2])

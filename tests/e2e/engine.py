@@ -192,9 +192,9 @@ def _branches(job: dict) -> Iterator[list[bool]]:
 @contextlib.contextmanager
 def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
     """Fills a list: of each verified tree the parents, and what all sources gave."""
-    from vllm_specinfer.drafting.sources import SourceSet
+    from vllm_specinfer.drafting.experience import Experience
 
-    observe, found = SourceSet.observe, []
+    observe, found = Experience.observe, []
 
     def observed(self, slot, accepted, num_rows):
         if slot in self._given:  # not in vLLM's warm-up
@@ -204,7 +204,7 @@ def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
             found.append((parents[is_node].tolist(), sums.tolist()))
         return observe(self, slot, accepted, num_rows)
 
-    with mock.patch.object(SourceSet, "observe", observed):
+    with mock.patch.object(Experience, "observe", observed):
         yield found
 
 
@@ -257,7 +257,7 @@ def _generate(job: dict) -> dict:
         "accepted_per_pos": metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos"),
         "decode_steps": metrics["vllm:inter_token_latency_seconds"],
         "metrics": _tree_metrics(llm),
-        "learned": sources and sources.learned(),
+        "learned": sources and sources.experience.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "steps_in_flight": core.batch_queue_size,
         "blocks": manager.block_pool.num_gpu_blocks,

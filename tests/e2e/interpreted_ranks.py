@@ -24,7 +24,7 @@ def state_of(worker: object) -> dict:
     return {
         "steps": worker.counts.steps,
         "digests": [hashlib.sha256(a.numpy().tobytes()).hexdigest() for a in arrays],
-        "learned": speculator.sources.learned(),
+        "learned": speculator.sources.experience.learned(),
     }
 
 

@@ -35,7 +35,7 @@ def state_of(worker) -> tuple[str, ...]:
         sources.ssms[0].ssm._head._rows.float().numpy(),
     )
     digests = (hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
-    return *digests, json.dumps(sources.learned())
+    return *digests, json.dumps(sources.experience.learned())
 
 
 def on_two_ranks(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
-from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.experience import Experience
 from vllm_specinfer.evidence.fit import Nodes, fit, nodes_of, online, quality
 from vllm_specinfer.evidence.replay import compare, oracle, replay
 from vllm_specinfer.evidence.simulate import Costs
@@ -78,7 +78,7 @@ def test_the_engine_learns_from_the_same_samples(tmp_path, monkeypatch):
     trace = trace_of(tmp_path, lines_of(4, 80))
     nodes = nodes_of(trace)
     steps, seen = [], []
-    observe = SourceSet.observe
+    observe = Experience.observe
 
     def counted(self, slot, *args):
         steps.append(slot)
@@ -87,7 +87,7 @@ def test_the_engine_learns_from_the_same_samples(tmp_path, monkeypatch):
     def recorded(self, slot, features, right):
         seen.append((len(steps) - 1, slot, features, right))
 
-    monkeypatch.setattr(SourceSet, "observe", counted)
+    monkeypatch.setattr(Experience, "observe", counted)
     monkeypatch.setattr(Predictor, "observe", recorded)
     replay(trace, "", Predictor(), Costs(*np.ones((2, 2))), 4)
     assert len(steps) == 80

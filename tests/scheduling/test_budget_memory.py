@@ -6,8 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from vllm_specinfer.drafting.sources import SourceSet
-from vllm_specinfer.options import BestFirstTree
+from vllm_specinfer.drafting.experience import Experience
 from vllm_specinfer.scheduling import budget_memory
 from vllm_specinfer.scheduling.budget_memory import SAVE_STEPS, BudgetMemory
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -25,36 +24,34 @@ class Silent:
 
 def engine(num_sources=2, num_nodes=8):
     budget = LoadBudget(num_nodes)
-    shape = BestFirstTree(4, 4, 0.05)
-    sources = [Silent() for _ in range(num_sources)]
-    return SourceSet(sources, [], shape, num_nodes, budget), budget
+    return Experience([Silent() for _ in range(num_sources)], budget), budget
 
 
 def experienced():
-    sources, budget = engine()
+    experience, budget = engine()
     for n in range(1, 200):
         budget.observe_step(n % 64 + 1, 10e-3 + 0.4e-3 * (n % 64 + 1), True)
         budget.observe_draft(1, n % 9 + 1, n % 4, 2e-3 + 1e-3 * (n % 4))
     budget.least_score(np.log(np.full((1, 8), 0.6)), drafted=True)
     for _ in range(30):
-        sources.all()[1].calibration.observe(1.0, 0)
-    return sources, budget
+        experience.sources[1].calibration.observe(1.0, 0)
+    return experience, budget
 
 
-def remembering(monkeypatch, file, sources, rank=0):
+def remembering(monkeypatch, file, experience, rank=0):
     """The memory of one of the ranks; the others would get the same."""
     monkeypatch.setattr(budget_memory, "of_first_rank", lambda value: value)
     monkeypatch.setattr(budget_memory, "is_first_rank", lambda: rank == 0)
-    return BudgetMemory(file, sources)
+    return BudgetMemory(file, experience)
 
 
 def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    sources, budget = experienced()
+    experience, budget = experienced()
     file = budget_memory.file_of("target", "sources")
     assert budget_memory.load(file) is None
     for rank in (1, 0):
-        memory = remembering(monkeypatch, file, sources, rank)
+        memory = remembering(monkeypatch, file, experience, rank)
         for _ in range(SAVE_STEPS - 1):
             memory.note_step()
         assert not file.exists()
@@ -66,7 +63,9 @@ def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
     for rows in (1, 9, 40):
         cost = recalled._step.seconds(rows, True)
         assert cost == pytest.approx(budget._step.seconds(rows, True), rel=0.05)
-    distrusts = [[s.calibration.distrust for s in x.all()] for x in (sources, again)]
+    distrusts = [
+        [s.calibration.distrust for s in x.sources] for x in (experience, again)
+    ]
     assert distrusts[0] == distrusts[1] and distrusts[0][1] > 0.5
     # What it knows already it does not try out.
     assert all(recalled.grows(1) for _ in range(SHORTEST_RUN - 1))
@@ -77,22 +76,22 @@ def test_a_saved_budget_is_the_next_ones_start(tmp_path, monkeypatch):
 
 
 def test_saved_predictors_are_the_next_ones_start():
-    sources, _ = experienced()
+    experience, _ = experienced()
     features = node_features(np.log([0.9, 0.1]), 0.0, np.arange(2), 1, 0.0, 0.5)
-    for source in sources.all():
+    for source in experience.sources:
         source.predictor = Predictor()
     for _ in range(30):
-        sources.all()[1].predictor.observe(0, features, np.array([False, True]))
-    learned = json.loads(json.dumps(sources.learned()))
+        experience.sources[1].predictor.observe(0, features, np.array([False, True]))
+    learned = json.loads(json.dumps(experience.learned()))
     again, _ = engine()
     with pytest.raises(ValueError):  # saved by an engine that learns in another way
         again.recall(learned)
-    for source in again.all():
+    for source in again.sources:
         source.predictor = Predictor()
     again.recall(learned)
-    first, second = (s.predictor.corrected(features) for s in again.all())
+    first, second = (s.predictor.corrected(features) for s in again.sources)
     np.testing.assert_allclose(np.exp(first), [0.9, 0.1])
-    assert (second == sources.all()[1].predictor.corrected(features)).all()
+    assert (second == experience.sources[1].predictor.corrected(features)).all()
     assert np.log(0.2) < second[1] and second[0] < np.log(0.7)
     del learned["predictors"]
     with pytest.raises(ValueError):
@@ -135,9 +134,9 @@ def test_a_budget_of_another_size_is_refused():
         costs = learned["budget"]["draft"]["values"]
         for numbers in (learned["budget"]["profile"], costs, learned["distrust"]):
             right, numbers[0] = numbers[0], broken
-            sources, budget = engine()
+            experience, budget = engine()
             with pytest.raises((TypeError, ValueError)):
-                sources.recall(learned)
+                experience.recall(learned)
             assert not budget.knows_costs
             numbers[0] = right
 
@@ -145,10 +144,10 @@ def test_a_budget_of_another_size_is_refused():
 @pytest.mark.parametrize(("saved", "recalled"), [(1e9, 8.0), (-1e9, -1.5), (2.0, 2.0)])
 def test_a_source_is_believed_no_less_than_it_could_deserve(saved, recalled):
     """Else it might not be asked again, and nothing would be unlearned."""
-    sources, _ = experienced()
-    learned = sources.learned() | {"distrust": [0.0, saved]}
-    sources.recall(learned)
-    assert [s.calibration.distrust for s in sources.all()] == [0.0, recalled]
+    experience, _ = experienced()
+    learned = experience.learned() | {"distrust": [0.0, saved]}
+    experience.recall(learned)
+    assert [s.calibration.distrust for s in experience.sources] == [0.0, recalled]
 
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):

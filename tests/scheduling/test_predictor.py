@@ -1,11 +1,14 @@
 """The learned chances: they begin as the source's own and follow what happens."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from vllm_specinfer.drafting.experience import Experience
+from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
 from vllm_specinfer.scheduling.predictor import (
     FEATURES,
@@ -100,6 +103,24 @@ def test_online_it_finds_what_one_number_cannot():
     means = {name: np.mean(found[1500:]) for name, found in losses.items()}
     # 0.325 is what the truth itself would lose.
     assert means["predictor"] < 0.42 and means["calibration"] > 0.6, means
+
+
+def test_a_source_that_nobody_tests_gets_its_own_chances_back():
+    """Else what was wrong for long would be left out for good."""
+    predictor = Predictor()
+    experience = Experience([SimpleNamespace(predictor=predictor)], Budget())
+    features = node_features(np.log([0.9]), 0.0, np.arange(1), 1, 0.0, 0.5)
+    for _ in range(300):
+        predictor.observe(0, features, np.array([False]))
+        before = predictor.weights.copy()
+        experience.forgive()
+        assert (predictor.weights == before).all()
+    chances = []
+    for num_steps in (0, 1000, 30_000):
+        for _ in range(num_steps):
+            experience.forgive()
+        chances.append(np.exp(predictor.corrected(features)[0]))
+    assert chances[0] < 0.1 and chances[0] < chances[1] < 0.3 and chances[2] > 0.8
 
 
 def test_recent_guesses_are_those_of_the_request():

@@ -364,7 +364,7 @@ class AheadSteps:
         parents = np.where(has_row, found.parents, NO_NODE)
         given = np.where(has_row[:, None], found.given, -np.inf)
         for slot, *of_tree in zip(slots.tolist(), parents, given, strict=True):
-            self._sources.note_found(slot, *of_tree)
+            self._sources.experience.note_tree(slot, *of_tree)
         self._budget.observe_chances(found.scores, trees.sizes, asks)
         come = same[COME]
         if asks:

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_specinfer.device import Once
 from vllm_specinfer.drafting.ahead import Found
-from vllm_specinfer.drafting.sources import first_source
+from vllm_specinfer.drafting.experience import first_source
 from vllm_specinfer.scheduling.step_stats import NO_CANDIDATES, WorkerStats
 
 
@@ -83,7 +83,7 @@ class AheadTrees:
         self._places = {slot: i for i, slot in enumerate(roles.slots.tolist())}
 
     def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
-        """As `SourceSet.sources_of_nodes`."""
+        """As `Experience.sources_of_nodes`."""
         return lambda slot, nodes: first_source(
             self.found().given[self._places[slot]][:, nodes]
         ).tolist()

@@ -4,15 +4,14 @@ Dimension legend: R requests that get a tree, N nodes of a tree, Q sources asked
 candidates per request.
 """
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.output import NewRequestData
 
+from vllm_specinfer.drafting.experience import Experience, first_source
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.neural import NeuralSource
 from vllm_specinfer.drafting.ngram import Ngrams
@@ -21,8 +20,6 @@ from vllm_specinfer.drafting.steps import TreeSteps
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import NgramSource, SuffixSource, Tree
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.cost import finite
-from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import (
     BUDGET,
     MEASURING,
@@ -109,9 +106,7 @@ class SourceSet:
         # The lowest score of a node: what an SSM would not drop is kept.
         self.least = min((ssm.least for ssm in ssms), default=tree.least_score)
         self._budget = budget
-        # By slot: [N] parents of its tree, [Q, N] scores each source gave its nodes,
-        # and per source [N, X] what its predictor saw of them.
-        self._given: dict[int, tuple[np.ndarray, np.ndarray, list]] = {}
+        self.experience = Experience(self.all(), budget)
 
     @property
     def max_depth(self) -> int:
@@ -134,11 +129,9 @@ class SourceSet:
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
-        self._given.pop(slot, None)
+        self.experience.start(slot)
         for source in self.all():
             source.start(slot, request)
-            if source.predictor is not None:
-                source.predictor.guesses.start(slot)
 
     def end(self, slot: int, tokens: np.ndarray) -> None:
         """A request leaves its slot with these tokens [n] int32."""
@@ -153,15 +146,10 @@ class SourceSet:
     @contextmanager
     def unlearned(self) -> Iterator[None]:
         """What is learned in here, of requests that are made up, is forgotten."""
-        calibrations = [source.calibration for source in self.all()]
-        learners = [vars(x) for x in (self._budget, *calibrations, *self._predictors())]
-        before = copy.deepcopy(learners)
         try:
-            yield
+            with self.experience.unlearned():
+                yield
         finally:
-            for learner, state in zip(learners, before, strict=True):
-                learner.clear()
-                learner.update(state)
             self.forget()
             for source in self.ssms:
                 if source.on_device is not None:
@@ -232,7 +220,7 @@ class SourceSet:
         given, seen = self._given_by_source(proposals, columns, trees)
         for r, slot in enumerate(step.slots[step.growing].tolist()):
             features = [of_source[r] for of_source in seen]
-            self._given[slot] = trees.parents[r], given[r], features
+            self.experience.note_tree(slot, trees.parents[r], given[r], features)
         return Drafts(
             trees,
             self._draws(proposals, columns, trees),
@@ -240,100 +228,6 @@ class SourceSet:
             self._reasons(trees, union.scores, most, grows, asks),
             work,
         )
-
-    def note_found(self, slot: int, parents: np.ndarray, given: np.ndarray) -> None:
-        """A tree that the host hears of late.
-
-        Args:
-            slot: Its request's.
-            parents: [N] of its nodes.
-            given: [Q, N] scores that each source gave them.
-        """
-        nothing_seen = np.zeros((len(parents), 0))
-        self._given[slot] = parents, given, [nothing_seen] * len(given)
-
-    def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
-        """Gives the source of each of these nodes of a slot's last tree, as of now."""
-        trees = dict(self._given)
-
-        def sources_of(slot: int, nodes: list[int]) -> list[int]:
-            return first_source(trees[slot][1][:, nodes]).tolist() if nodes else []
-
-        return sources_of
-
-    def forgive(self) -> None:
-        """A step begins; see `Calibration.forgive`."""
-        for source in self.all():
-            source.calibration.forgive()
-
-    def observe(self, slot: int, accepted: list[int], num_rows: int) -> None:
-        """Of the nodes of the slot's last tree that had rows these were accepted."""
-        if slot not in self._given:
-            return
-        parents, scores, features = self._given.pop(slot)
-        if self._budget.learns:
-            tested = parents[:num_rows]
-            self._calibrate(slot, tested, scores, features, accepted)
-
-    def _calibrate(
-        self,
-        slot: int,
-        parents: np.ndarray,
-        scores: np.ndarray,
-        features: list[np.ndarray],
-        accepted: list[int],
-    ) -> None:
-        right = {ROOT, *accepted}
-        # Of so few nodes NumPy takes several times as long.
-        tested = [
-            (node, parent)
-            for node, parent in enumerate(parents.tolist())
-            if parent in right
-        ]
-        for source, own, seen in zip(
-            self.all(), scores.tolist(), features, strict=False
-        ):
-            proposed = [
-                (node, parent) for node, parent in tested if own[node] > -math.inf
-            ]
-            if source.predictor is not None:
-                nodes = [node for node, _ in proposed]
-                hits = np.array([node in right for node in nodes], bool)
-                source.predictor.observe(slot, seen[nodes], hits)
-                continue
-            expected = sum(
-                math.exp(own[node] - (0.0 if parent == ROOT else own[parent]))
-                for node, parent in proposed
-            )
-            hits = sum(node in right for node, _ in proposed)
-            source.calibration.observe(expected, hits)
-
-    def learned(self) -> dict[str, Any]:
-        """What `recall` takes, as JSON has it."""
-        distrust = [float(source.calibration.distrust) for source in self.all()]
-        predictors = [predictor.learned() for predictor in self._predictors()]
-        return {
-            "budget": self._budget.learned(),
-            "distrust": distrust,
-            "predictors": predictors,
-        }
-
-    def recall(self, learned: dict[str, Any]) -> None:
-        """Start from what another engine with these sources has learned.
-
-        Raises:
-            KeyError, TypeError, ValueError: This is not what `learned` returns.
-        """
-        distrust = finite(learned["distrust"], (len(self.all()),)).tolist()
-        predictors = learned.get("predictors", [])
-        for predictor, state in zip(self._predictors(), predictors, strict=True):
-            predictor.recall(state)
-        self._budget.recall(learned["budget"])
-        for source, of_source in zip(self.all(), distrust, strict=True):
-            source.calibration.recall(of_source)
-
-    def _predictors(self) -> list[Predictor]:
-        return [s.predictor for s in self.all() if s.predictor is not None]
 
     def _asks_ssms(self, step: DraftStep, known: np.ndarray | None, most: int) -> bool:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
@@ -423,11 +317,6 @@ class SourceSet:
                     if place < self._num_nodes:
                         draws[r].setdefault(int(place), []).append(drawn)
         return draws
-
-
-def first_source(given: np.ndarray) -> np.ndarray:
-    """[..., N] the first source of each node, by the scores [..., Q, N] they gave."""
-    return np.isfinite(given).argmax(axis=-2)
 
 
 def ssm_work(ssms: Sequence[NeuralSource]) -> tuple[int, int]:

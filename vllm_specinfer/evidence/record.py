@@ -44,9 +44,9 @@ class Recorder:
         self._requests: dict[int, int] = {}
         self._trees: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._start, self._propose = sources.start, sources.propose
-        self._observe = sources.observe
+        self._observe = sources.experience.observe
         sources.start, sources.propose = self._on_start, self._on_propose
-        sources.observe = self._on_verified
+        sources.experience.observe = self._on_verified
 
     def _on_start(self, slot: int, request: NewRequestData) -> None:
         number = self._numbers.setdefault(request.req_id, len(self._numbers))

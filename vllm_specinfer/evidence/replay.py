@@ -141,7 +141,7 @@ def replay(
         size = int(is_node.sum())
         found[:, s] = len(accepted), size, ssm.num_passes - before
         expected.append(float(np.exp(trees.scores[0]).sum()))
-        sources.observe(request, accepted.tolist(), size)
+        sources.experience.observe(request, accepted.tolist(), size)
         if drafts.work is not None:
             rows, levels = drafts.work  # one pass catches up
             budget.observe_draft(1, rows, levels, costs.level_seconds * (1 + levels))

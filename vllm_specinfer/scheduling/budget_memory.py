@@ -17,7 +17,7 @@ from vllm_specinfer.ranks import is_first_rank, of_first_rank
 from vllm_specinfer.results import write_json
 
 if TYPE_CHECKING:
-    from vllm_specinfer.drafting.sources import SourceSet
+    from vllm_specinfer.drafting.experience import Experience
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ SAVE_STEPS = 500
 class BudgetMemory:
     """What the sources of one engine have learned, and the file of it."""
 
-    def __init__(self, file: Path, sources: "SourceSet") -> None:
-        """Start the sources from what is in the first rank's file, if anything is."""
-        self._file, self._sources = file, sources
+    def __init__(self, file: Path, experience: "Experience") -> None:
+        """Start from what is in the first rank's file, if anything is."""
+        self._file, self._experience = file, experience
         self._num_steps = 0
         learned = of_first_rank(load(file))
         if learned is not None:
             try:
-                sources.recall(learned)
+                experience.recall(learned)
             except (KeyError, TypeError, ValueError) as error:
                 logger.warning("%s is not used: %s", file, error)
 
@@ -45,7 +45,7 @@ class BudgetMemory:
         """Now and then, keep what the budget has learned for later engines."""
         self._num_steps += 1
         if self._num_steps % SAVE_STEPS == 0 and is_first_rank():
-            save(self._file, self._sources.learned())
+            save(self._file, self._experience.learned())
 
 
 def file_of(*circumstances: Any) -> Path:

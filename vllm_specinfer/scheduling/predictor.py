@@ -42,6 +42,8 @@ _LEAST_RATE, _FIRST_STEPS = 0.01, 10
 _MOST_WEIGHT = 20.0
 # Of the guesses before a step so much counts after it.
 _MEMORY = 0.9
+# Of its opinion a predictor loses so much per step without a test; as `Calibration`.
+_FORGIVEN = 1e-4
 _KEYS = ("features", "size", "weights", "steps")
 
 
@@ -99,6 +101,8 @@ class Predictor:
         hidden = np.random.default_rng(seed).standard_normal(num_features * size)
         self._parts()[2][:] = hidden.reshape(num_features, size)
         self._num_steps = 0
+        # Since the last step.
+        self._tested = False
 
     def corrected(self, features: np.ndarray) -> np.ndarray:
         """Logs of the chances [...] of nodes with these features [..., X].
@@ -137,9 +141,18 @@ class Predictor:
             return
         rate = max(_LEAST_RATE, 1 / (_FIRST_STEPS + self._num_steps))
         self._num_steps += 1
+        self._tested = True
         self.weights -= rate * self.gradient(features, right)
         np.clip(self.weights, -_MOST_WEIGHT, _MOST_WEIGHT, out=self.weights)
         self.guesses.observe(slot, right[features[:, RANK] == 0])
+
+    def forgive(self) -> None:
+        """A step begins; where no node was tested, back to the source's own chances."""
+        if not self._tested:
+            direct, offset, _, _, outer = self._parts()
+            for part in (direct, offset, outer):
+                part *= 1 - _FORGIVEN
+        self._tested = False
 
     def learned(self) -> dict[str, Any]:
         """What `recall` takes, as JSON has it."""
