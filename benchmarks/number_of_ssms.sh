@@ -21,15 +21,10 @@ tune() {
         --epochs 1 --learning-rate 5e-4 --validation 0.0104
 }
 # Two more SSMs, boost-tuned beside the shipped one.
-if [ ! -e "$out/pool/manifest.json" ]; then
-    tune "$out/pool" --base $ssm --keep-base --num-ssms 3
-fi
+tune "$out/pool" --base $ssm --keep-base --num-ssms 3
 # One SSM with the layers of two, trained as they were.
-if [ ! -e "$out/large/manifest.json" ]; then
-    [ -e "$out/deep" ] ||
-        $python examples/deepen_ssm.py $ssm "$out/deep" --layers 6
-    tune "$out/large" --base "$out/deep" --num-ssms 1
-fi
+[ -e "$out/deep" ] || $python examples/deepen_ssm.py $ssm "$out/deep" --layers 6
+tune "$out/large" --base "$out/deep" --num-ssms 1
 # The shipped SSM with all 49152 rows of its head.
 if [ ! -e "$out/whole-head" ]; then
     cp -r $ssm "$out/whole-head"
@@ -50,7 +45,7 @@ configs=()
 config "1 SSM" "\"model\": \"$ssm\""
 config "1 SSM, whole head" "\"model\": \"$out/whole-head\""
 config "1 SSM, wider" "\"model\": \"$ssm\", \"tree\": {\"max_width\": 8}"
-config "1 SSM, 6 layers" "\"model\": \"$out/large\""
+config "1 SSM, 6 layers" "\"model\": \"$out/large/ssm0\""
 config "2 SSMs" "\"ssms\": [\"$ssm\", \"$second\"]"
 config "3 SSMs" "\"ssms\": [\"$ssm\", \"$second\", \"$third\"]"
 compare ssms "${configs[@]}"

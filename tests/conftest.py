@@ -14,6 +14,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Tests run side by side; more threads than cores wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# Torch compiles three programs for each new cache to see that the compiler can.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # How long an example takes depends on who else uses the machine.
 hypothesis.settings.register_profile("default_without_deadline", deadline=None)
 hypothesis.settings.load_profile("default_without_deadline")
@@ -35,6 +37,11 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those first of which the longest file is the last one: two workers end alike."""
+    items.sort(key=lambda item: "tests/tuning/" not in item.nodeid)
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> str:

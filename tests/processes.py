@@ -5,6 +5,7 @@ Importing it takes longer than most engines run.
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -110,9 +111,15 @@ def kill(program: ForkServerProcess) -> None:
 def kill_children(process: psutil.Process) -> None:
     """Kill what a process has started, and what that has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in process.children(recursive=True):
+        children = process.children(recursive=True)
+        for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        # A fork server that is about to die would still be asked.
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while child.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(0.01)
 
 
 def _process(env: dict[str, str]) -> ProcessPoolExecutor:
@@ -168,7 +175,8 @@ def forked_processes() -> Iterator[None]:
 
 @functools.cache
 def hasten_starts() -> None:
-    """Of all engines of this process."""
+    """Of all engines of this process, and of those that it forks."""
+    import vllm.entrypoints.llm  # noqa: F401
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
@@ -177,6 +185,10 @@ def hasten_starts() -> None:
     # With every engine it looks through all modules for kernels; once is enough.
     override = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     CpuPlatform.register_triton_kernel_overrides = staticmethod(override)
+    # It collects a dozen times per engine, and thaws what is frozen when one ends: it
+    # must not read all modules again.
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def set_environment(env: dict[str, str]) -> None:

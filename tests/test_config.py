@@ -4,12 +4,11 @@ import copy
 import dataclasses
 import json
 import pickle
-import subprocess
-import sys
 
 import cloudpickle
 import pytest
 
+from tests import vllm_alone
 from tests.conftest import add_weights
 from vllm_specinfer.options import (
     BestFirstTree,
@@ -442,7 +441,7 @@ def test_config_unpickles_where_no_plugin_is_loaded(engine_config, tmp_path):
         "assert hook.__module__ == 'vllm.engine.arg_utils'\n"
         "assert not hasattr(hook, '_specinfer_original')\n"
     )
-    subprocess.run([sys.executable, "-c", code, file], check=True)
+    vllm_alone.run(code, file)
 
 
 def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undone):

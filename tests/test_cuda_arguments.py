@@ -11,21 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import vllm_alone
 from vllm_specinfer import refusals
 from vllm_specinfer.hooks import speculative_config
 
 pytestmark = pytest.mark.usefixtures("v2_undone")
 # Of each worker, in a fork of its own, what it imports of another one's.
 IMPORTS = """
-import importlib, os, sys
-import vllm.v1.worker.cpu.shm, vllm.entrypoints.llm
-for own, attention, others in eval(sys.argv[1]):
-    if os.fork() == 0:
-        for name in (f"{own}_worker", "speculator", f"attention.{attention}"):
-            importlib.import_module(f"vllm_specinfer.{name}")
-        found = [name for name in sys.modules if name.startswith(others)]
-        sys.exit(f"{own}: {found}" if found else 0)
-    assert os.wait()[1] == 0, own
+import importlib, sys
+own, attention, *others = sys.argv[1:]
+for name in (f"{own}_worker", "speculator", f"attention.{attention}"):
+    importlib.import_module(f"vllm_specinfer.{name}")
+print(*(name for name in sys.modules if name.startswith(tuple(others))))
 """
 
 
@@ -249,11 +246,6 @@ def test_a_worker_imports_nothing_of_the_other_device():
     of_cpu += ("vllm_specinfer.commit.compaction",)
     of_cuda = ("vllm_specinfer.kernels.triton", "vllm_specinfer.gpu_worker")
     of_cuda += ("vllm_specinfer.attention.cuda",)
-    sides = repr([("gpu", "cuda", of_cpu), ("cpu", "cpu", of_cuda)])
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORTS, sides],
-        env=os.environ | {"VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    for own, attention, others in (("gpu", "cuda", of_cpu), ("cpu", "cpu", of_cuda)):
+        found = vllm_alone.run(IMPORTS, own, attention, *others, VLLM_PLUGINS="")
+        assert found == "\n"

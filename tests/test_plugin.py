@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests import vllm_alone
 from vllm_specinfer import compat, flags, plugin
 from vllm_specinfer.hooks import compile_cache
 
@@ -33,21 +34,15 @@ print("HOOK", hasattr(hook, "_specinfer_original"))
 
 
 def run(code, *argv, **env):
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"} | env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return vllm_alone.run(code, *argv, VLLM_CPU_KVCACHE_SPACE="1", **env)
 
 
 def test_importing_the_package_imports_neither_torch_nor_vllm():
-    run(
+    code = (
         "import sys, vllm_specinfer, vllm_specinfer.plugin, vllm_specinfer.options\n"
         "assert not {'torch', 'vllm', 'pydantic'} & sys.modules.keys()"
     )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_other_methods_get_the_config_they_get_without_the_plugin(make_llama):

@@ -69,7 +69,7 @@ def _add_tune(commands: "argparse._SubParsersAction") -> None:
         "epochs": "passes over the continuations",
         "learning_rate": "at its highest; ssm: 0 for 2e-3, with a base 3e-4",
         "batch_size": "continuations per step",
-        "validation": "part of the prompts held out for the curves",
+        "validation": "part of the prompts, the first, held out for the curves",
         "seed": "of order and new weights",
         "engine": "arguments of the vllm.LLM that continues the prompts, as JSON",
         "num_ssms": "rounds, an SSM each",
@@ -121,6 +121,9 @@ def _tune(args: argparse.Namespace) -> int:
     if foreign:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(foreign))
         raise ValueError(f"--type {args.type} must go without {names}")
+    if "base" in given and (shape := given & {"layers", "hidden"}):
+        names = ", ".join(f"--{name}" for name in sorted(shape))
+        raise ValueError(f"--base must go without {names}: a new SSM has them")
     wanted = settings(**{name: getattr(args, name) for name in given})
     import torch
 
@@ -158,10 +161,11 @@ def _add_check(commands: "argparse._SubParsersAction") -> None:
         help="say what is installed and whether it works",
         description="Say what is installed and whether it works; exit code 0 if so.",
     )
-    parser.add_argument(
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument(
         "--no-run", action="store_true", help="do not start an engine to try it"
     )
-    parser.add_argument(
+    alone.add_argument(
         "--vllm-source",
         type=Path,
         help="only compare the vLLM in this folder or wheel, read and not run, with "

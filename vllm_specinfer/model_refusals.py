@@ -53,8 +53,6 @@ def _experts_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
 
 def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
     """Why an EAGLE head cannot draft for this target, or None."""
-    from vllm.model_executor.models.interfaces import supports_eagle3
-
     if (kind := _unsupported_attention(head)) is not None:
         return (
             "the EAGLE head must have full or sliding-window attention for method "
@@ -71,8 +69,13 @@ def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
                 f"the EAGLE head's {name} must be the target's {theirs}; got {ours} of "
                 f"{head.model!r}"
             )
-    if eagle_type(head) == "eagle":
-        return None
+    return inner_states_reason(target) if eagle_type(head) != "eagle" else None
+
+
+def inner_states_reason(target: "ModelConfig") -> str | None:
+    """Why no EAGLE-3 head can draft for this target, or None."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
     model_cls, _ = target.registry.resolve_model_cls(target.architectures, target)
     if not supports_eagle3(model_cls):
         return (

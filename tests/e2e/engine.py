@@ -1,9 +1,9 @@
 """Runs engines in processes of `tests/processes.py`.
 
 A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
-"mutation": name or null, "plain_v2": bool, "asynchronous": bool, "loras": [folder or
-null]}; its result has the output token ids, texts and logprobs per prompt and the
-speculation counts.
+"mutation": name or null, "plain_v2": bool, "asynchronous": bool, "scores": bool,
+"loras": [folder or null]}; its result has the output token ids, texts and logprobs per
+prompt and the speculation counts.
 """
 
 import contextlib
@@ -111,27 +111,14 @@ def _run_jobs(jobs: list[dict]) -> list[dict]:
         with (
             mutation(job.get("mutation")),
             _branches(job) as branches,
-            _scores() as scores,
+            _scores(job) as scores,
             _runner(job.get("plain_v2", False)),
             _scheduling(job.get("asynchronous", False)),
-            _frozen_modules(),
         ):
             result = _generate(job)
             results.append({**result, "branches": sum(branches), "scores": scores})
     # As JSON has them: keys are strings, tuples are lists.
     return json.loads(json.dumps(results))
-
-
-@contextlib.contextmanager
-def _frozen_modules() -> Iterator[None]:
-    """vLLM collects a dozen times per engine, and thaws what is frozen when one ends:
-    it must not read all modules again."""
-    import vllm.entrypoints.llm  # noqa: F401
-
-    gc.freeze()
-    nothing = {"freeze": lambda: None, "unfreeze": lambda: None}
-    with mock.patch.multiple(gc, **nothing):
-        yield
 
 
 @contextlib.contextmanager
@@ -190,11 +177,15 @@ def _branches(job: dict) -> Iterator[list[bool]]:
 
 
 @contextlib.contextmanager
-def _scores() -> Iterator[list[tuple[list[int], list[float]]]]:
+def _scores(job: dict) -> Iterator[list[tuple[list[int], list[float]]]]:
     """Fills a list: of each verified tree the parents, and what all sources gave."""
+    found: list[tuple[list[int], list[float]]] = []
+    if not job.get("scores"):
+        yield found
+        return
     from vllm_specinfer.drafting.experience import Experience
 
-    observe, found = Experience.observe, []
+    observe = Experience.observe
 
     def observed(self, slot, accepted, num_rows):
         if slot in self._given:  # not in vLLM's warm-up

@@ -88,7 +88,11 @@ def main() -> None:
     # The second time each text is known.
     again = {name: 2 * both for name, both in longer.items()}
     jobs = {
-        name: {**job, "llm": {**llm, "speculative_config": {**common, **spec}}}
+        name: {
+            **job,
+            "llm": {**llm, "speculative_config": {**common, **spec}},
+            "scores": True,
+        }
         for name, job, spec in (
             ("coupled", everything, {"model": ssm}),
             ("asynchronous", {**everything, "asynchronous": True}, {"model": ssm}),
@@ -134,22 +138,21 @@ def main() -> None:
     }
     ngram = {"model": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     spec = {**common, "ssms": [ngram, "suffix"], "num_speculative_tokens": 5}
-    lookups = {**repeated, "llm": {**llm, "speculative_config": spec}}
+    lookups = {**repeated, "llm": {**llm, "speculative_config": spec}, "scores": True}
     # Layers with and without a sliding window take turns.
     spec = {**common, "model": windowed_ssm}
     behind = {"prompts": [3 * PROMPTS[1], PROMPTS[0]], "params": [GREEDY, SAMPLED]}
     windows = {**llm, "model": windowed}
     in_windows = {**behind, "llm": {**windows, "speculative_config": spec}}
-    pair_on_cpu = {**ahead, "llm": jobs["ahead"]["llm"]}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
-    on_cpu |= {"long": {**plain, **ahead}, "ahead": pair_on_cpu}
+    on_cpu["long"] = {**plain, **ahead}
     on_cpu["arriving"] = {**plain, **arriving}
     on_cpu["windows"] = {**plain, **behind, "llm": windows}
     on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
     on_cpu |= {"repeated": {**plain, **repeated}, "lookups": lookups}
-    for name in ("mss", "rrs", "coupled", "two", "eagle"):
+    for name in ("mss", "rrs", "coupled", "two", "eagle", "ahead"):
         on_cpu[name] = {**jobs[name], "asynchronous": False}
     of_cpu = dict(zip(on_cpu, engine._run_jobs(list(on_cpu.values())), strict=True))
     resting = {**jobs["eagle"], "prompts": PROMPTS[:1], "params": [LONG]}

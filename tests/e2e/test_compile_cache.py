@@ -1,8 +1,6 @@
 """Models are compiled once on a CPU, not in every start of an engine."""
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
@@ -37,17 +35,11 @@ def generate(llm: dict) -> Generated:
         rest = (kv_cache, metadata, *args)
         return forward(self, layer, query, key, value, *rest, **kwargs)
 
+    processes.hasten_starts()
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with mock.patch.object(CPUTreeAttentionImpl, "forward", counted):
         (output,) = LLM(**llm).generate([{"prompt_token_ids": [1, 2, 3]}], params)
     return output.outputs[0].token_ids, dict(counters["aot_autograd"]), len(of_trees)
-
-
-def started(llm: dict, **env: str) -> Generated:
-    """`generate` in a process that imports vLLM with more of the environment."""
-    context, env = multiprocessing.get_context("spawn"), {**processes.ENV, **env}
-    with ProcessPoolExecutor(1, context, processes.set_environment, (env,)) as process:
-        return process.submit(generate, llm).result(600)
 
 
 def test_the_second_start_compiles_nothing(tmp_path):
@@ -56,18 +48,19 @@ def test_the_second_start_compiles_nothing(tmp_path):
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     trees = {**llm, "speculative_config": {"method": "specinfer", "model": ssm}}
     env = {FOLDER: str(tmp_path / "cache")}
-    first, compiled, _ = started(trees, **env)
-    again, found, from_python = started(trees, **env)
+    # Each in a process of its own, which has compiled nothing.
+    first, compiled, _ = processes.call(generate, trees, **env)
+    again, found, from_python = processes.call(generate, trees, **env)
     assert compiled["autograd_cache_miss"] > 0
     assert found["autograd_cache_hit"] == 2  # target and SSM
     assert "autograd_cache_miss" not in found
     launchers = (tmp_path / "cache").rglob("*.main.cpp")
     assert sum("inductor_entry_cpp" in file.read_text() for file in launchers) == 2
     eager = {"enforce_eager": True}
-    plain, *_ = processes.call(generate, {**llm, **eager}, **env)
+    plain, *_ = processes.call(generate, {**llm, **eager})
     assert first == again == plain
     # From C++ only what has been compiled runs its passes over trees.
-    *_, from_python_eager = processes.call(generate, {**trees, **eager}, **env)
+    *_, from_python_eager = processes.call(generate, {**trees, **eager})
     assert from_python == 0 < from_python_eager
 
 

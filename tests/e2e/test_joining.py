@@ -87,6 +87,7 @@ async def _sessions(job: dict) -> list[list[list[int]]]:
 
 
 def _all_sessions(jobs: list[dict]) -> list[list[list[list[int]]]]:
+    processes.hasten_starts()
     with processes.forked_processes():
         return [asyncio.run(_sessions(job)) for job in jobs]
 

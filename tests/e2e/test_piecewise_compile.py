@@ -28,6 +28,7 @@ def generate(job: tuple[dict, str]) -> dict:
     from vllm_specinfer.kernels.cpu import extension
 
     llm, folder = job
+    processes.hasten_starts()
     extension.load()  # from the usual folder, where it need not be built
     check = CpuPlatform.check_and_update_config
     context, layers = attention.get_attention_context, set()

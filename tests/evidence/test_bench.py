@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from vllm_specinfer import cli
-from vllm_specinfer.evidence import bench
+from vllm_specinfer.evidence import bench, commands
 from vllm_specinfer.evidence.bench import Traffic, choose, num_turns
 from vllm_specinfer.evidence.measured import Cell, Measured, report
+from vllm_specinfer.options import SSMSource
 
 MAX_TOKENS = 16
 PROMPTS = 6
@@ -212,6 +213,23 @@ def test_the_lengths_of_answers_are_spread_evenly():
 
 
 @pytest.mark.parametrize(
+    ("architecture", "kind", "method"),
+    [
+        ("LlamaForCausalLM", None, "draft_model"),
+        ("LlamaForCausalLMEagle3", None, "eagle3"),
+        ("EagleLlamaForCausalLM", None, "eagle"),
+        ("LlamaForCausalLM", "eagle3", "eagle3"),
+        ("LlamaForCausalLMEagle3", "ssm", "draft_model"),
+    ],
+)
+def test_vllm_drafts_with_a_head_by_its_own_method(
+    make_llama, architecture, kind, method
+):
+    head = make_llama("head", architectures=[architecture])
+    assert commands._vllms_method(SSMSource(head, type=kind)) == method
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--config", 'a={"model": "ngram", "tree": []}'], "at least one level"),
@@ -240,6 +258,14 @@ def test_the_lengths_of_answers_are_spread_evenly():
         (
             ["--config", 'a={"model": "ngram"}', "--served", "--max-tokens", "2040"],
             "must have 4 to 8 tokens",
+        ),
+        (
+            ["--config", 'a={"model": "ngram"}', "--served", "--max-turns", "2"],
+            "all prompts are answered with --served",
+        ),
+        (
+            ["--config", 'a={"model": "ngram"}', "--chain", "2"],
+            "--chain needs --ssm; got none",
         ),
     ],
 )

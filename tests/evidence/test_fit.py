@@ -199,6 +199,7 @@ def test_the_command_fits_without_a_look_at_held_out_prompts(tmp_path, capsys):
         out = tmp_path / name / "predictor.json"
         arguments = ["fit-scheduler", tmp_path / "trace.jsonl", "--out", out]
         arguments += ["--sizes", 0, "--costs", costs, "--nodes", 4]
+        arguments += ["--level-seconds", 0.1]
         assert cli.main([str(a) for a in arguments]) == 0
         return trace, out
 
@@ -256,6 +257,7 @@ def test_traces_that_cannot_be_fitted_are_refused(tmp_path, capsys):
     for traces, options, sentence in (
         ([tmp_path / "trace.jsonl"], [], "must hold at least 4 prompts"),
         ([whole, other], [], "must be of one tree; got [2, 1] and [1]"),
+        ([whole], ["--nodes", 4], "--nodes needs --costs; got none"),
     ):
         arguments = ["fit-scheduler", *traces, "--out", tmp_path / "x.json", *options]
         assert cli.main([str(a) for a in arguments]) == 1

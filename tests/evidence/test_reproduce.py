@@ -20,10 +20,17 @@ from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.bench import BenchSettings
 from vllm_specinfer.evidence.measured import Measured
-from vllm_specinfer.evidence.reproduce import memory, regimes, steps
+from vllm_specinfer.evidence.record import Answers
+from vllm_specinfer.evidence.reproduce import (
+    memory,
+    regimes,
+    scheduler,
+    steps,
+    table1,
+)
 from vllm_specinfer.evidence.reproduce.heads import write_padded
-from vllm_specinfer.evidence.reproduce.table1 import hit_rates
 from vllm_specinfer.evidence.reproduce.treeattn import Sides
+from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -117,11 +124,31 @@ def test_rules_and_numbers_of_ssms_become_configs(tmp_path, monkeypatch):
     pool = {"ssms": [{"model": "x"}, {"model": "y"}]}
     (tmp_path / "manifest.json").write_text(json.dumps(pool))
     found = steps.ssms(None, [str(tmp_path)], nodes=4)
-    chosen = [c.get("ssms", c.get("model")) for c in found.values()]
-    x, y = (str(tmp_path / name) for name in "xy")
-    assert chosen == [[x], [x, y], x]
+    chosen = [c["ssms"] for c in found.values()]
+    x, y = ({"model": str(tmp_path / name)} for name in "xy")
+    assert chosen == [[x], [x, y], [x]]
     for config in found.values():
         assert config["num_speculative_tokens"] == 4
+
+
+def test_what_would_be_refused_after_hours_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("one")
+    never = mock.Mock(side_effect=AssertionError)
+    monkeypatch.setattr(scheduler, "record", never)
+    monkeypatch.setattr(table1, "record", never)
+    monkeypatch.setattr(scheduler.assets, "prompt_ids", lambda *args: 3 * [[1]])
+    answers = Answers("", "prompts.txt", [0.0], 0, 4, {})
+    few_rows = Costs(np.array([1.0, 8.0]), np.array([1.0, 2.0]))
+    for costs, sentence in (
+        (scheduler.USUAL_COSTS, "must hold at least 4 prompts.* got 3"),
+        (few_rows, "must go from 1 to 9 rows; got 1 to 8"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            scheduler.scheduler([answers], "", "1", 0, costs, 8, tmp_path, [])
+    with pytest.raises(ValueError, match="one SSM and nothing beside it; got suffix"):
+        table1.table1(answers, "suffix", 5, tmp_path, [])
+    with pytest.raises(ValueError, match="pools must have distinct names; got x, x"):
+        steps.ssms(answers, ["a/x", "b/x"], 8)
 
 
 def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
@@ -167,7 +194,7 @@ def test_hit_rates_count_every_position_that_was_tested(tmp_path):
     paths = [[0, 3], [1], [], [0]]
     lines = [step_line(0, parents, scores, path) for path in paths]
     file.write_text('{"tree": [2, 2]}\n' + "".join(lines))
-    tested, rates = hit_rates(read_trace(file))
+    tested, rates = table1.hit_rates(read_trace(file))
     # Roots: rank 0, 1, none, 0; after accepted nodes: rank 1, none, none.
     assert tested == 7
     assert rates.tolist() == pytest.approx([2 / 7, 4 / 7])

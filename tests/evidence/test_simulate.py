@@ -1,12 +1,15 @@
 """A recorded trace is what the engine did, and simulated trees are what they say."""
 
+import io
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.evidence.record import Recorder
 from vllm_specinfer.evidence.simulate import Costs, Simulated, simulate, simulate_all
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.options import BestFirstTree
@@ -72,6 +75,29 @@ def test_a_trace_holds_every_token_of_every_answer(recorded):
     assert len(ranks) > 1
 
 
+def test_trees_whose_last_nodes_had_no_rows_are_counted_and_left_out():
+    """K/V may run short: vLLM verifies less, and the trace is of whole trees."""
+    trees = SimpleNamespace(
+        parents=np.array([[ROOT, 0]]), scores=np.log(np.array([[0.5, 0.2]]))
+    )
+    sources = SimpleNamespace(
+        start=lambda *args: None,
+        propose=lambda *args: SimpleNamespace(trees=trees),
+        experience=SimpleNamespace(observe=lambda *args: None),
+    )
+    file = io.StringIO()
+    recorder = Recorder(sources, file)
+    sources.start(3, SimpleNamespace(req_id="a"))
+    step = SimpleNamespace(slots=np.array([3]), growing=np.array([0]))
+    for accepted, num_rows in (([0, 1], 2), ([0], 1), ([], 2)):
+        sources.propose(step)
+        sources.experience.observe(3, accepted, num_rows)
+    counts = recorder.num_steps, recorder.num_nodes, recorder.num_accepted
+    assert (*counts, recorder.num_cut) == (3, 5, 3, 1)
+    paths = [json.loads(line)["on_path"] for line in file.getvalue().splitlines()]
+    assert [sum(path) for path in paths] == [2, 0]
+
+
 def test_the_recorded_tree_brings_exactly_what_was_recorded(recorded):
     trace = read_trace(recorded)
     found = simulate(trace, "recorded", trace.tree, trace.tree.num_nodes)
@@ -85,6 +111,7 @@ def test_the_command_writes_the_same_numbers_everywhere(recorded, tmp_path, caps
     costs = tmp_path / "costs.csv"
     costs.write_text("rows,seconds\n1,1\n100,2\n")
     arguments = ["simulate", recorded, "--costs", costs, "--out", tmp_path]
+    arguments += ["--level-seconds", 0.1, "--batch", 1]
     assert cli.main([str(a) for a in arguments]) == 0
     shown = capsys.readouterr().out
     assert (tmp_path / "simulation.md").read_text() in shown
@@ -179,10 +206,13 @@ def test_what_was_not_recorded_is_refused(tmp_path, capsys):
         (lines[0] + lines[1].replace("[", "[null, "), [], "must have as many numbers"),
         (lines[0] + "[" * 100_000, [], "line 2 must be JSON"),
         ('{"tree": 3}\n', [], "tree must be"),
+        ("", ["--costs", str(costs)], "--costs and --level-seconds need each other"),
+        ("", ["--level-seconds", "1"], "--costs and --level-seconds need each other"),
+        ("", ["--batch", "2"], "--batch needs --costs; got none"),
         ('{"tree": {"max_depth": 2}}\n', [], "must name an expansion"),
         (
             "".join(lines),
-            ["--costs", str(costs)],
+            ["--costs", str(costs), "--level-seconds", "0"],
             "must begin with the line rows,seconds",
         ),
     ):

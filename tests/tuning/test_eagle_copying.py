@@ -10,6 +10,10 @@ from vllm_specinfer.tuning.eagle_copying import write_copy_heads
 from vllm_specinfer.tuning.states import write_states
 
 
+def test_a_batch_of_texts_too_short_to_unroll_has_no_loss():
+    assert eagle._cross_entropy(*torch.zeros(2, 0, VOCAB)) == 0
+
+
 def test_a_text_that_repeats_itself_is_copied(tmp_path):
     folder = tiny_llama(tmp_path / "target", seed=0, scale=3, tie_word_embeddings=True)
     target = LlamaForCausalLM.from_pretrained(folder)

@@ -3,6 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from vllm_specinfer.tuning.settings import Training
+from vllm_specinfer.tuning.training import fit
+
 MEMORY = """
 import resource
 from pathlib import Path
@@ -33,3 +39,42 @@ def test_freed_memory_is_taken_again_and_given_back_in_the_end():
     assert faults[True] < faults[False] / 5
     # Pages of 4 KiB.
     assert given_back[True] > 2**26 / 4096 / 2 and given_back[False] < 1000
+
+
+class Rows(torch.utils.data.Dataset):
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        return i
+
+
+def batches_until(folder, end):
+    """Rows of each step that a run trains on, which may be killed before a step."""
+    found = []
+
+    def loss(module, inputs):
+        if len(found) == end:
+            raise KeyboardInterrupt
+        found.append(inputs["rows"].tolist())
+        return module(inputs["rows"][:, None].float()).sum()
+
+    def collate(rows):
+        return {"rows": torch.tensor(rows)}
+
+    settings = Training("", "", epochs=3, batch_size=2)
+    fit(torch.nn.Linear(1, 1), loss, Rows(), collate, settings, folder)
+    return found
+
+
+@pytest.mark.parametrize("end", [3, 8])
+def test_a_killed_run_goes_on_in_the_order_of_its_epoch(tmp_path, end):
+    whole = batches_until(tmp_path / "whole", None)
+    epochs = [whole[i : i + 5] for i in (0, 5, 10)]
+    assert all(sorted(sum(epoch, [])) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    with pytest.raises(KeyboardInterrupt):
+        batches_until(tmp_path / "killed", end)
+    assert batches_until(tmp_path / "killed", None) == whole[end:]

@@ -15,7 +15,7 @@ from transformers import GPT2Config, LlamaForCausalLM
 
 from tests import processes
 from tests.e2e.engine import KV_BYTES
-from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama
+from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama, tiny_model
 from vllm_specinfer import cli
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.tuning import pool
@@ -179,6 +179,51 @@ def test_options_of_another_type_are_refused(target, tmp_path, capsys):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "sentence"),
+    [
+        ("mamba", "ssm", "the target must be a causal language model with full or"),
+        ("gemma2", "eagle3", "must give its inner states to an EAGLE-3 head; got"),
+    ],
+)
+def test_targets_that_specinfer_refuses_are_not_trained_for(
+    target, tmp_path, capsys, monkeypatch, family, kind, sentence
+):
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at each architecture in a process of its own.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+    model = tmp_path / "target"
+    tiny_model(family, seed=0).save_pretrained(model)
+    add_tokenizer(model)
+    shape = {} if kind == "ssm" else {"hidden": None, "layers": None}
+    arguments = command((model, target[1]), tmp_path / "out", type=kind, **shape)
+    assert cli.main(arguments) == 1
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kept_base_stays_as_it_is(target, tokenizer, tmp_path):
+    base = tiny_llama(tmp_path / "base", seed=1)
+    vocab = {"tokens": [7, 5, 6, 4]}
+    (tmp_path / "base" / "draft_vocab.json").write_text(json.dumps(vocab))
+    # Some other tokens are the commonest now, and the base may know nothing of them.
+    samples = [Sample([1, 2, 3], [40, 41, 42, 43])]
+    chosen = PoolSettings(*target, base=base, keep_base=True, num_ssms=1)
+    data = TrainingData(samples, samples, [40, 41])
+    out = tmp_path / "pool"
+    out.mkdir()
+    (first,) = pool._Pool(out, chosen, tokenizer, data).run()
+    assert json.loads((out / "ssm0" / "draft_vocab.json").read_text()) == vocab
+    assert first.hit_rate == first.marked == 0
+    models = [LlamaForCausalLM.from_pretrained(f) for f in (base, out / "ssm0")]
+    before, after = (model.state_dict() for model in models)
+    assert {k: v.dtype for k, v in before.items()} == {
+        k: v.dtype for k, v in after.items()
+    }
+    assert all((before[name] == after[name]).all() for name in before)
+
+
 @pytest.mark.parametrize("wrong", ["[1]", "{dtype}"])
 def test_engine_arguments_are_an_object(target, tmp_path, capsys, wrong):
     with pytest.raises(SystemExit):
@@ -315,6 +360,7 @@ def test_other_input_is_refused_and_what_is_there_stays(target, tmp_path, capsys
         "No such file": {"prompts": tmp_path / "none.txt"},
         "at least two prompts": {"max-prompts": 1},
         "arguments of vllm.LLM; got fo": {"engine": '{"fo": 1}'},
+        "--base must go without --hidden": {"base": target[0]},
     }
     model, prompts = target
     for sentence, change in refused.items():
@@ -379,7 +425,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_continued(
     config = json.loads((base / "config.json").read_text())
     config["vocab_size"] += 64
     (base / "config.json").write_text(json.dumps(config))
-    assert cli.main(command(target, tmp_path / "pool", base=base)) == 1
+    shape = {"hidden": None, "layers": None}
+    assert cli.main(command(target, tmp_path / "pool", base=base, **shape)) == 1
     assert "base must have the target's vocab_size" in capsys.readouterr().err
     GPT2Config().save_pretrained(tmp_path / "gpt2")
     arguments = {"type": "eagle3", "target": tmp_path / "gpt2", "prompts": prompts}
@@ -397,6 +444,7 @@ def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):
     vocab = {chr(200 + i): i for i in range(VOCAB)}
     other = Tokenizer(models.WordLevel(vocab, unk_token=chr(200)))
     PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(base)
-    assert cli.main(command(target, tmp_path / "pool", base=base)) == 1
+    shape = {"hidden": None, "layers": None}
+    assert cli.main(command(target, tmp_path / "pool", base=base, **shape)) == 1
     assert "base must have the tokenizer of the target" in capsys.readouterr().err
     assert not (tmp_path / "pool").exists()

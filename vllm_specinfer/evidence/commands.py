@@ -19,9 +19,11 @@ from vllm_specinfer.options import (
     DEFAULT_MIN_PROBABILITY,
     DEFAULT_NUM_SPECULATIVE_TOKENS,
     METHOD,
+    SSMSource,
 )
 from vllm_specinfer.scheduling.predictor import DEFAULT_SIZE, MAX_SIZE
 
+CHAIN = 4  # drafts of vLLM's methods
 PROMPTS_HELP = "JSONL with prompt or messages, a text file, mtbench or humaneval"
 
 
@@ -108,8 +110,8 @@ def _record(args: argparse.Namespace) -> int:
     answers = answers_to(args, args.prompts, [args.temperature])
     from vllm_specinfer.evidence.record import record
 
-    record(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv)
-    print(f"trace in {args.out}; now vllm-specinfer simulate {args.out}")
+    steps = record(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv)
+    print(f"trace of {steps} in {args.out}; now vllm-specinfer simulate {args.out}")
     return 0
 
 
@@ -122,9 +124,29 @@ def _cost_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--level-seconds",
         type=at_least(float, 0),
-        default=0.0,
-        help="of one pass of drafting",
+        help="of one pass of drafting; --costs needs it",
     )
+
+
+def costs_of(args: argparse.Namespace, batch: int = 1) -> Any:
+    """What steps of so many requests take, where that is given.
+
+    Raises:
+        ValueError: Only a part of it is given, or the file holds something else.
+    """
+    if (args.costs is None) != (args.level_seconds is None):
+        raise ValueError("--costs and --level-seconds need each other; got only one")
+    if args.costs is None:
+        return None
+    from vllm_specinfer.evidence.simulate import read_costs
+
+    return read_costs(args.costs, args.level_seconds, batch)
+
+
+def _check_needed(args: argparse.Namespace, name: str, needed: str) -> None:
+    """Raises ValueError where an option is given that means nothing without another."""
+    if getattr(args, name) is not None and getattr(args, needed) is None:
+        raise ValueError(f"--{name} needs --{needed}; got none")
 
 
 def fit_options(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +161,6 @@ def fit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         type=at_least(int, 1),
-        default=DEFAULT_NUM_SPECULATIVE_TOKENS,
         help=f"most nodes of compared trees ({DEFAULT_NUM_SPECULATIVE_TOKENS})",
     )
 
@@ -168,7 +189,7 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
     )
     _cost_options(parser)
     parser.add_argument(
-        "--batch", type=at_least(int, 1), default=1, help="requests per step"
+        "--batch", type=at_least(int, 1), help="requests per step of --costs (1)"
     )
     parser.add_argument(
         "--out", type=out_folder, help="folder for the table and a picture"
@@ -177,11 +198,12 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from vllm_specinfer.evidence.simulate import read_costs, report, simulate_all
+    from vllm_specinfer.evidence.simulate import report, simulate_all
     from vllm_specinfer.evidence.trace import read_trace
 
+    _check_needed(args, "batch", "costs")
+    costs = costs_of(args, args.batch or 1)
     trace = read_trace(args.trace)
-    costs = args.costs and read_costs(args.costs, args.level_seconds, args.batch)
     simulated = simulate_all(trace, args.trees, args.nodes, args.min_probability)
     print(report(trace, simulated, costs, args.out))
     return 0
@@ -212,21 +234,20 @@ def _add_fit_scheduler(commands: "argparse._SubParsersAction") -> None:
 
 def _fit_scheduler(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.fit import BESIDE, fit_scheduler
-    from vllm_specinfer.evidence.simulate import read_costs
 
+    _check_needed(args, "nodes", "costs")
     written = [args.out, *map(args.out.with_suffix, BESIDE)]
     given = [*args.traces, *filter(None, [args.costs])]
     if len({*written, *given}) < len(written) + len({*given}):
         names = ", ".join(file.name for file in written)
         raise ValueError(f"out must leave what is given alone; got {names} to write")
-    costs = args.costs and read_costs(args.costs, args.level_seconds, batch=1)
     fitted = fit_scheduler(
         args.traces,
         args.out,
         size=args.size,
         sizes=args.sizes,
-        costs=costs,
-        num_nodes=args.nodes,
+        costs=costs_of(args),
+        num_nodes=args.nodes or DEFAULT_NUM_SPECULATIVE_TOKENS,
         command=sys.argv,
     )
     print(f"\n{fitted.text}\npredictor in {args.out}, tables and a picture beside it")
@@ -247,14 +268,13 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--ssm",
         type=model,
-        help="SSM or pool: compare specinfer with it, vLLM's ngram and draft_model "
-        "with the (first) SSM",
+        help="SSM, head or pool: compare specinfer with it, vLLM's ngram, and "
+        "draft_model or eagle3 with the (first) one",
     )
     parser.add_argument(
         "--chain",
         type=at_least(int, 1),
-        default=4,
-        help="drafts of draft_model and ngram (4)",
+        help="drafts of --ssm's draft_model and ngram (4)",
     )
     parser.add_argument(
         "--config",
@@ -302,6 +322,17 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     parser.set_defaults(run=_bench)
 
 
+def _vllms_method(ssm: SSMSource) -> str:
+    """What vLLM drafts with it by."""
+    from transformers import AutoConfig
+
+    from vllm_specinfer.draft_heads import eagle_type
+
+    if ssm.type is not None:
+        return "draft_model" if ssm.type == "ssm" else ssm.type
+    return eagle_type(AutoConfig.from_pretrained(ssm.model)) or "draft_model"
+
+
 def _bench(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.engines import check_arguments, stay_in_process
 
@@ -310,13 +341,14 @@ def _bench(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.served import bench_served
     from vllm_specinfer.parsing import parse_options
 
+    _check_needed(args, "chain", "ssm")
     configs: dict[str, dict[str, Any]] = {}
     if args.ssm is not None:
-        chain = {"num_speculative_tokens": args.chain}
+        chain = {"num_speculative_tokens": args.chain or CHAIN}
         configs[METHOD] = {"method": METHOD, "model": args.ssm}
         for ssm in parse_options({"model": args.ssm}).ssms[:1]:
-            own = {"method": "draft_model", "model": ssm.model}
-            configs["draft_model"] = {**own, **chain}
+            method = _vllms_method(ssm)
+            configs[method] = {"method": method, "model": ssm.model, **chain}
         configs["ngram"] = {"method": "ngram", **chain}
     names = [name for name, _ in args.config]
     if len(set(names)) < len(names):

@@ -48,6 +48,16 @@ def check_arguments(engine: dict[str, Any]) -> None:
         raise ValueError(f"--engine must hold arguments of vllm.LLM; got {unknown[0]}")
 
 
+def check_length(engine: dict[str, Any], longest: int) -> None:
+    """Raises ValueError where `--engine` has no room for so many positions."""
+    wanted = engine.get("max_model_len")
+    if isinstance(wanted, int) and 0 < wanted < longest:
+        raise ValueError(
+            f"max_model_len must be at least {longest} for these prompts and answers; "
+            f"got {wanted}"
+        )
+
+
 def start_engine(
     target: str,
     longest: int,
@@ -73,12 +83,7 @@ def start_engine(
     from vllm.platforms import current_platform
 
     check_arguments(engine)
-    wanted = engine.get("max_model_len")
-    if isinstance(wanted, int) and 0 < wanted < longest:
-        raise ValueError(
-            f"max_model_len must be at least {longest} for these prompts and answers; "
-            f"got {wanted}"
-        )
+    check_length(engine, longest)
     common = {
         "model": target,
         "max_model_len": longest,

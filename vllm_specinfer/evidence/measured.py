@@ -60,14 +60,25 @@ class Measured:
         return self.tokens / self.seconds
 
     @property
+    def num_steps(self) -> int:
+        """Of all requests.
+
+        Raises:
+            ValueError: None has made any.
+        """
+        if not (total := self.steps.total()):
+            raise ValueError("answers must have two tokens at least; got one each")
+        return total
+
+    @property
     def tokens_per_step(self) -> float:
         """Per request; prompts and their first tokens do not count."""
-        return sum(n * c for n, c in self.steps.items()) / sum(self.steps.values())
+        return sum(n * c for n, c in self.steps.items()) / self.num_steps
 
     @property
     def accepted(self) -> list[float]:
         """Per depth from 1 on: part of the steps that accepted so many drafts."""
-        total = sum(self.steps.values())
+        total = self.num_steps
         return [
             sum(count for n, count in self.steps.items() if n > depth) / total
             for depth in range(1, max(self.steps))
@@ -76,7 +87,7 @@ class Measured:
     @property
     def by_source(self) -> dict[str, float]:
         """Accepted nodes of each source per step of a request."""
-        total = sum(self.steps.values())
+        total = self.num_steps
         return {name: n / total for name, n in sorted(self.sources.items())}
 
 

@@ -19,15 +19,17 @@ from vllm_specinfer.parse_trees import parse_tree
 from vllm_specinfer.results import made_by
 
 MAX_NUM_SEQS = 8
+MORE_ROOM = "raise VLLM_CPU_KVCACHE_SPACE, max_model_len or max_num_batched_tokens"
 
 
 class Recorder:
     """Writes a line for every tree that is verified, from a source set's own calls.
 
     Attributes:
-        num_steps: Trees written.
+        num_steps: Trees that were verified.
         num_nodes: Their nodes.
         num_accepted: Those of them on the target's path.
+        num_cut: Trees whose last nodes had no rows, which are not written.
     """
 
     def __init__(self, sources: SourceSet, file: TextIO) -> None:
@@ -37,7 +39,7 @@ class Recorder:
             sources: The engine's.
             file: Where the lines go.
         """
-        self.num_steps = self.num_nodes = self.num_accepted = 0
+        self.num_steps = self.num_nodes = self.num_accepted = self.num_cut = 0
         self._file = file
         self._numbers: dict[str, int] = {}
         # By slot: its request's number; parents and scores of its last tree.
@@ -65,10 +67,13 @@ class Recorder:
 
     def _on_verified(self, slot: int, accepted: list[int], num_rows: int) -> None:
         parents, scores = self._trees.pop(slot)
-        line = step_line(self._requests[slot], parents, scores, accepted)
-        self._file.write(line)
+        if num_rows < len(parents):
+            self.num_cut += 1
+        else:
+            line = step_line(self._requests[slot], parents, scores, accepted)
+            self._file.write(line)
         self.num_steps += 1
-        self.num_nodes += len(parents)
+        self.num_nodes += min(num_rows, len(parents))
         self.num_accepted += len(accepted)
         self._observe(slot, accepted, num_rows)
 
@@ -101,7 +106,7 @@ def record(
     tree: str,
     temperature: float,
     command: Sequence[str],
-) -> None:
+) -> str:
     """Answer prompts with a wide tree in every step and write the trace.
 
     Args:
@@ -111,6 +116,9 @@ def record(
         tree: The expansion.
         temperature: Of each answer; each prompt has a seed of its own.
         command: The command line, for the record.
+
+    Returns:
+        How many steps it has.
 
     Raises:
         ValueError: The input cannot be used, or vLLM counted other trees.
@@ -147,15 +155,24 @@ def record(
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     _check(llm, recorder)
     unfinished.replace(out)
+    whole = recorder.num_steps - recorder.num_cut
+    if not recorder.num_cut:
+        return f"{whole} steps"
+    cut = f"{recorder.num_cut} whose trees were cut: {MORE_ROOM}"
+    return f"{whole} steps, without {cut}"
 
 
 def _check(llm: Any, recorder: Recorder) -> None:
-    """Raises ValueError unless vLLM's own counters say the same."""
+    """Raises ValueError where vLLM's own counters differ, or no tree was whole."""
     counted = tree_counts(llm)
     found = [recorder.num_steps, recorder.num_nodes, recorder.num_accepted]
     if counted != found:
         raise ValueError(
-            "every tree must be verified whole (raise max_model_len or "
-            "max_num_batched_tokens): vLLM counted trees, nodes and accepted nodes "
-            f"{counted}; got {found}"
+            "vLLM must count the trees, nodes and accepted nodes that are recorded, "
+            f"{found}; got {counted}"
+        )
+    if recorder.num_steps == recorder.num_cut:
+        raise ValueError(
+            f"trees must be verified whole; got {recorder.num_cut} cut ones: "
+            f"{MORE_ROOM}"
         )

@@ -60,6 +60,11 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
             "answers must be of one length with --served; got --range-ratio "
             f"{settings.range_ratio}"
         )
+    if settings.max_turns:
+        raise ValueError(
+            "all prompts are answered with --served, of which --max-prompts leaves "
+            f"fewer; got --max-turns {settings.max_turns}"
+        )
     prompts = load_prompts(settings)
     for source, found in prompts.items():
         _check_lengths(source, found, settings.max_tokens)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from vllm_specinfer.evidence.engines import cpu_kv_cache
+from vllm_specinfer.evidence.engines import check_length, cpu_kv_cache
+from vllm_specinfer.model_refusals import inner_states_reason, model_reason
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.prompts import read_prompts
 from vllm_specinfer.tuning.settings import Training, open_folder
@@ -79,6 +80,7 @@ def prepare(
             f"{settings.prompts} must hold at least two prompts, one of them for "
             f"validation; got {len(prompts)}"
         )
+    check_target(settings)
     open_folder(out, settings, command)
     samples = [s for s in generate(out, settings, prompts) if s.answer]
     if len(samples) < 2:
@@ -97,6 +99,19 @@ def prepare(
     commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]
     vocab = sorted(commonest) if settings.draft_vocab else list(range(len(tokenizer)))
     return TrainingData(training, validation, vocab)
+
+
+def check_target(settings: Training) -> None:
+    """Raises ValueError where specinfer would refuse what is to be trained for it."""
+    from vllm import EngineArgs
+
+    arguments = EngineArgs(settings.target, **settings.engine)
+    target = arguments.create_model_config()
+    reason = model_reason(target, "the target")
+    if reason is None and settings.reads_layers:
+        reason = inner_states_reason(target)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def read_samples(out: Path) -> list[Sample]:
@@ -162,7 +177,8 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
     """The target's greedy continuations, appended to the samples of an earlier run.
 
     Raises:
-        ValueError: The earlier samples are of other prompts.
+        ValueError: The earlier samples are of other prompts, or `engine` has no room
+            for the longest of these.
     """
     samples = read_samples(out)
     if settings.labels:
@@ -177,10 +193,11 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         return samples
     from vllm import LLM, SamplingParams
 
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts)) + settings.max_tokens
+    check_length(settings.engine, longest)
     arguments = {
         "dtype": _engine_dtype(settings.target),
-        "max_model_len": longest + settings.max_tokens,
+        "max_model_len": longest,
         "max_num_seqs": min(64, len(left)),
         "seed": settings.seed,
         **cpu_kv_cache(),

@@ -117,7 +117,8 @@ class _Pool:
                 f"{rounds[-1].marked:.0%} of the windows marked",
                 flush=True,
             )
-            if rounds[-1].marked == marked and number + 1 < self._settings.num_ssms:
+            is_last = number + 1 == self._settings.num_ssms
+            if rounds[-1].marked == marked and not (is_last or self._keeps(number)):
                 print(
                     f"{folder.name} continues no further window as the target does: "
                     "the next SSM would be the same",
@@ -125,6 +126,10 @@ class _Pool:
                 )
                 break
         return rounds
+
+    def _keeps(self, number: int) -> bool:
+        """The SSM of this round is the base as it is."""
+        return not number and self._settings.keep_base
 
     def _tune_one(self, number: int, folder: Path) -> None:
         settings = self._settings
@@ -135,29 +140,44 @@ class _Pool:
             f"{len(data)} continuations",
             flush=True,
         )
-        ssm = model.first_weights(settings)
-        size = sum(p.numel() for p in ssm.parameters()) * 4
-        check_disk(self._out, size * CHECKPOINT_COPIES)
         checkpoints = self._out / "checkpoints" / folder.name
-        losses = []
-        if number or not settings.keep_base:
-            loss = functools.partial(model.loss, draft_vocab=self._draft_vocab)
-            collate = model.collate if settings.base else model.collate_for_new
-            losses = fit(ssm, loss, data, collate, settings, checkpoints, MuonAdamW)
-        if isinstance(ssm, NewSSM):
-            ssm = ssm.finished()
+        if self._keeps(number):
+            ssm, vocab, losses = *model.base_as_it_is(settings.base), []
+        else:
+            ssm, losses = self._trained(data, checkpoints)
+            vocab = self._draft_vocab.tolist() if settings.draft_vocab else None
         unfinished = self._out / "checkpoints" / f"{folder.name}.unfinished"
-        ssm.to(torch.bfloat16).save_pretrained(unfinished)
+        ssm.save_pretrained(unfinished)
         self._tokenizer.save_pretrained(unfinished)
-        if settings.draft_vocab:
-            write_json(
-                unfinished / DRAFT_VOCAB_FILE, {"tokens": self._draft_vocab.tolist()}
-            )
+        if vocab is not None:
+            write_json(unfinished / DRAFT_VOCAB_FILE, {"tokens": vocab})
         write_json(
             unfinished / ROUND_FILE, {"num_windows": num_windows, "losses": losses}
         )
         unfinished.rename(folder)
         shutil.rmtree(checkpoints, ignore_errors=True)
+
+    def _trained(
+        self, data: model.Windows, checkpoints: Path
+    ) -> tuple[torch.nn.Module, list[tuple[int, float]]]:
+        """An SSM in bfloat16, its steps and losses."""
+        settings = self._settings
+        ssm = model.first_weights(settings)
+        size = sum(p.numel() for p in ssm.parameters()) * 4
+        check_disk(self._out, size * CHECKPOINT_COPIES)
+        loss = functools.partial(model.loss, draft_vocab=self._draft_vocab)
+        collate = model.collate if settings.base else model.collate_for_new
+        losses = fit(ssm, loss, data, collate, settings, checkpoints, MuonAdamW)
+        if isinstance(ssm, NewSSM):
+            ssm = ssm.finished()
+        return ssm.to(torch.bfloat16), losses
+
+    def _vocab_of(self, folder: Path) -> torch.Tensor:
+        """What an SSM of this pool drafts, ascending."""
+        file = folder / DRAFT_VOCAB_FILE
+        if not file.is_file():
+            return torch.arange(len(self._tokenizer))
+        return torch.tensor(sorted(json.loads(file.read_text())["tokens"]))
 
     def _finish(self, folder: Path) -> Round:
         """Mark what a tuned SSM continues as the target does."""
@@ -167,11 +187,11 @@ class _Pool:
         if torch.cuda.is_available():
             ssm = ssm.cuda()
         size = self._settings.batch_size
-        length = self._settings.compare_length
-        found = model.hits(ssm, self._training, self._draft_vocab, size)
+        length, vocab = self._settings.compare_length, self._vocab_of(folder)
+        found = model.hits(ssm, self._training, vocab, size)
         for marked, hit in zip(self._marks, found, strict=True):
             marked |= model.windows_hit(hit, length)
-        own = model.hits(ssm, self._validation, self._draft_vocab, size)
+        own = model.hits(ssm, self._validation, vocab, size)
         for pooled, hit in zip(self._pool_hits, own, strict=True):
             pooled |= hit
         return Round(

@@ -34,8 +34,8 @@ class Training:
         epochs: Passes over the continuations.
         learning_rate: At its highest, with cosine decay.
         batch_size: Continuations per optimiser step.
-        validation: Part of the prompts held out for the curves.
-        seed: Of the split, the order and the new weights.
+        validation: Part of the prompts, the first ones, held out for the curves.
+        seed: Of the order and the new weights.
         engine: Further arguments of the `vllm.LLM` that writes the continuations.
     """
 
@@ -53,6 +53,8 @@ class Training:
 
     # Whether the target's likeliest tokens are kept of every token.
     labels: ClassVar[bool] = False
+    # Whether what is trained reads inner states of the target.
+    reads_layers: ClassVar[bool] = False
     # Fields that count something.
     _counts: ClassVar[tuple[str, ...]] = ("max_tokens", "epochs", "batch_size")
 
@@ -135,6 +137,7 @@ class HeadSettings(Training):
     unroll: int = 3
     compile: bool = False
 
+    reads_layers = True
     _counts = (*Training._counts, "unroll")
 
 

@@ -78,6 +78,9 @@ def fit(
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    # On one GPU: the Trainer would copy the module to all that there are.
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
     trainer = _LossTrainer(
         model=module,
         args=arguments,
@@ -124,6 +127,18 @@ def last_checkpoint(folder: Path) -> str | None:
     return str(max(whole)[1]) if whole else None
 
 
+class _ByLength(LengthGroupedSampler):
+    """An order of its own in each epoch, the same when a killed run goes on in one."""
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self._seed = seed
+
+    def set_epoch(self, epoch: int) -> None:
+        """An epoch begins, perhaps not with its first batch."""
+        self.generator.manual_seed(hash((self._seed, epoch)))
+
+
 class _LossTrainer(Trainer):
     def __init__(
         self,
@@ -139,7 +154,7 @@ class _LossTrainer(Trainer):
 
     def _get_train_sampler(self, *args: Any) -> LengthGroupedSampler:
         # The Trainer's own one reads every row to find out its length.
-        return LengthGroupedSampler(self.args.train_batch_size, lengths=self._lengths)
+        return _ByLength(self.args.train_batch_size, self._lengths, self.args.seed)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self._make_optimizer is None:

@@ -12,12 +12,17 @@ from vllm_specinfer.evidence.commands import (
     PROMPTS_HELP,
     answer_options,
     answers_to,
+    costs_of,
     engine_options,
     fit_options,
     target_of,
 )
 from vllm_specinfer.evidence.tables import Rows, report
-from vllm_specinfer.options import METHOD, VERIFICATIONS
+from vllm_specinfer.options import (
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    METHOD,
+    VERIFICATIONS,
+)
 
 # There in a checkout.
 POOL = Path(__file__).parents[3] / "examples" / "pools" / "smollm2-135m"
@@ -125,7 +130,9 @@ def _add_answers(
     engine_options(parser)
     answer_options(parser, max_prompts)
     parser.add_argument("--prompts", default="mtbench", help=PROMPTS_HELP)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=temperatures)
+    parser.add_argument(
+        "--temperatures", type=at_least(float, 0), nargs="+", default=temperatures
+    )
 
 
 def _add_regime(parser: argparse.ArgumentParser) -> None:
@@ -206,15 +213,14 @@ def _ssms(args: argparse.Namespace) -> int:
 def _scheduler(args: argparse.Namespace) -> int:
     sets = [answers_to(args, name, [args.temperature]) for name in args.prompts]
     from vllm_specinfer.evidence.reproduce.scheduler import USUAL_COSTS, scheduler
-    from vllm_specinfer.evidence.simulate import read_costs
 
-    costs = USUAL_COSTS
-    if args.costs is not None:
-        costs = read_costs(args.costs, args.level_seconds, batch=1)
-    elif args.level_seconds:
-        costs = replace(costs, level_seconds=args.level_seconds)
+    if args.costs is None and args.level_seconds is not None:
+        costs = replace(USUAL_COSTS, level_seconds=args.level_seconds)
+    else:
+        costs = costs_of(args) or USUAL_COSTS
+    nodes = args.nodes or DEFAULT_NUM_SPECULATIVE_TOKENS
     rows = scheduler(
-        sets, args.ssm, args.tree, args.size, costs, args.nodes, args.out, sys.argv
+        sets, args.ssm, args.tree, args.size, costs, nodes, args.out, sys.argv
     )
     return _show(args, [rows], x="scheduler", y="tokens/s over plain", line="prompts")
 

@@ -28,6 +28,8 @@ from vllm_specinfer.options import METHOD
 from vllm_specinfer.parsing import parse_options
 
 WIDER = 8  # nodes of a level
+# Of a pool's SSMs; all of them have the tree that is compared.
+KEPT = ("revision", "quantization", "type")
 
 
 def table2(answers: Answers, ssm: str, widths: Sequence[int]) -> Iterator[Rows]:
@@ -52,15 +54,20 @@ def ssms(answers: Answers, pools: Sequence[str], nodes: int) -> Iterator[Rows]:
     Raises:
         ValueError: A pool has no SSM.
     """
+    names = [Path(pool).name for pool in pools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"pools must have distinct names; got {', '.join(names)}")
     configs: dict[str, dict[str, Any]] = {}
-    for pool in pools:
-        models = [ssm.model for ssm in parse_options({"model": pool}).ssms]
+    for name, pool in zip(names, pools, strict=True):
+        models = [
+            {key: getattr(ssm, key) for key in ("model", *KEPT) if getattr(ssm, key)}
+            for ssm in parse_options({"model": pool}).ssms
+        ]
         if not models:
             raise ValueError(f"a pool must hold at least one SSM; got none in {pool}")
-        name = Path(pool).name
         for n in range(1, len(models) + 1):
             configs[f"{name}: {n}"] = {"ssms": models[:n]}
-        wider = {"model": models[0], "tree": {"max_width": WIDER}}
+        wider = {"ssms": models[:1], "tree": {"max_width": WIDER}}
         configs[f"{name}: 1, wider"] = wider
     common = {"num_speculative_tokens": nodes}
     return measure(answers, "SSMs", {k: {**common, **v} for k, v in configs.items()})

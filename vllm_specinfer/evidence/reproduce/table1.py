@@ -18,6 +18,8 @@ import numpy as np
 
 from vllm_specinfer.evidence.record import Answers, record
 from vllm_specinfer.evidence.trace import Trace, read_trace
+from vllm_specinfer.options import SSMSource
+from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.tree.candidates import NO_TOKEN
 
 
@@ -28,7 +30,7 @@ def table1(
 
     Args:
         answers: What is recorded.
-        ssm: What is `model` in a speculative config.
+        ssm: An SSM, or a pool of it alone.
         most: The largest k.
         out: The folder.
         command: The command line, for the record.
@@ -37,6 +39,10 @@ def table1(
         ValueError: The input cannot be used.
         OSError: A file is missing or the disk is full.
     """
+    sources = parse_options({"model": ssm}).sources
+    if len(sources) > 1 or not isinstance(sources[0], SSMSource):
+        names = ", ".join(source.name for source in sources)
+        raise ValueError(f"table1 needs one SSM and nothing beside it; got {names}")
     rows = []
     for temperature in answers.temperatures:
         file = out / f"trace-{temperature:g}.jsonl"

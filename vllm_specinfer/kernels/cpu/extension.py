@@ -1,5 +1,6 @@
 """Builds the C++ kernels on first use and keeps them for later processes."""
 
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -38,20 +41,20 @@ _FLAGS = (
 def load() -> ModuleType | None:
     """The compiled kernels, or None where no C++ compiler can build them.
 
-    The first call on a machine compiles for half a minute or so. A build is written
-    under a temporary name and renamed, so processes that build at once do not meet
-    and one that is killed leaves nothing that others would wait for.
+    The first call on a machine compiles for half a minute or so, and other processes,
+    such as ranks, wait for it. A build is written under a temporary name and renamed,
+    so one that is killed leaves nothing behind.
     """
     try:
         path = _library()
-        if path.exists():
-            try:
-                return _import(path)
-            except ImportError as error:
-                # Built against another libstdc++, or what a crash has left.
-                logger.warning("Building the C++ kernels anew: %s", error)
-        _build(path)
-        return _import(path)
+        kernels = _built(path)
+        if kernels is None:
+            with _alone_in(path.parent):
+                kernels = _built(path)
+                if kernels is None:
+                    _build(path)
+                    kernels = _import(path)
+        return kernels
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         logger.warning(
@@ -71,11 +74,35 @@ def _library() -> Path:
     return cache_folder() / f"{_NAME}-{key.hexdigest()[:16]}.so"
 
 
+def _built(path: Path) -> ModuleType | None:
+    """The library, if it is there and loads."""
+    if not path.exists():
+        return None
+    try:
+        return _import(path)
+    except ImportError as error:
+        # Built against another libstdc++, or what a crash has left.
+        logger.warning("Building the C++ kernels anew: %s", error)
+        return None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process is in here, where the file system can tell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def _build(path: Path) -> None:
     # Imported here: it costs as much as the rest of this module together.
     from torch.utils.cpp_extension import include_paths
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     libraries = Path(torch.__file__).parent / "lib"
     compiler = [*shlex.split(os.environ.get("CXX") or "g++"), *_FLAGS]
