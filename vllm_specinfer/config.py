@@ -22,7 +22,7 @@ from vllm.v1.spec_decode.dynamic.utils import (
 )
 
 from vllm_specinfer.draft_heads import eagle_type
-from vllm_specinfer.model_refusals import ssm_reason
+from vllm_specinfer.model_refusals import ranks_reason, ssm_reason
 from vllm_specinfer.options import (
     BestFirstTree,
     Source,
@@ -96,6 +96,7 @@ class SpecInferConfig(SpeculativeConfig):
         # Here, not in __post_init__: pydantic would wrap the sentences.
         for ssm in ssm_model_configs:
             refuse(ssm_reason(ssm, target_model_config))
+            refuse(ranks_reason(ssm, target_parallel_config.tensor_parallel_size))
         heads = [ssm.model for ssm in ssm_model_configs if eagle_type(ssm)]
         if len(heads) > 1:
             raise ValueError(
@@ -103,7 +104,14 @@ class SpecInferConfig(SpeculativeConfig):
             )
         schedule = options.batch_schedule
         if schedule is not None:
-            schedule = validate_and_normalize_dynamic_sd_schedule(schedule)
+            schedule = validate_and_normalize_dynamic_sd_schedule(list(schedule))
+            most = max(nodes for *_, nodes in schedule)
+            if most > options.num_speculative_tokens:
+                raise ValueError(
+                    "num_speculative_tokens_per_batch_size must ask for at most "
+                    f"num_speculative_tokens ({options.num_speculative_tokens}) nodes; "
+                    f"got {most}"
+                )
         return cls(
             options=options,
             num_speculative_tokens=options.num_speculative_tokens,

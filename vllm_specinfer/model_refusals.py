@@ -51,6 +51,17 @@ def _experts_reason(ssm: "ModelConfig", target: "ModelConfig") -> str | None:
     return None
 
 
+def ranks_reason(ssm: "ModelConfig", num_ranks: int) -> str | None:
+    """Why an SSM cannot be split over the target's ranks, or None."""
+    heads = ssm.model_arch_config.total_num_attention_heads
+    if heads % num_ranks:
+        return (
+            f"the SSM's attention heads must be divisible by the {num_ranks} ranks of "
+            f"tensor parallelism; got {heads} in {ssm.model!r}"
+        )
+    return None
+
+
 def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
     """Why an EAGLE head cannot draft for this target, or None."""
     if (kind := _unsupported_attention(head)) is not None:

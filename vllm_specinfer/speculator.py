@@ -347,7 +347,7 @@ class TreeSpeculator(DraftModelSpeculator):
             elif self._reads_states:
                 # Before they are read, a graph may be replayed that uses their memory.
                 states = last_hidden_states.clone()
-            if self._ahead is not None and self._ahead.takes(input_batch):
+            if self._ahead is not None:
                 found = self._draft_ahead(
                     input_batch, num_sampled, states, num_speculative_tokens
                 )
@@ -376,7 +376,7 @@ class TreeSpeculator(DraftModelSpeculator):
         num_sampled: torch.Tensor,
         states: torch.Tensor | None,
         most: int | None,
-    ) -> torch.Tensor | Decision:
+    ) -> torch.Tensor | Decision | None:
         """As `AheadSteps.draft`."""
         started = time.perf_counter()
         most = self.num_speculative_steps if most is None else most

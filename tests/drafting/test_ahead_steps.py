@@ -491,6 +491,39 @@ def test_a_head_that_has_kept_too_much_reads_it(steps, grow):
     assert not steps.sources.ssms[0].behind
 
 
+def test_states_that_are_still_to_come_are_kept_too(steps):
+    """A step's are kept when it is learned of, with several in flight."""
+    head = steps.sources.ssms[1]
+    steps._heads, steps.budget.draft, head.most_kept = [head], False, 4
+    path, num_new = torch.zeros(2, 1), torch.tensor([1, 1])
+    states = TargetStates(torch.zeros(2, 1), torch.tensor([0, 1]), path)
+    for _ in range(2):
+        found = steps.draft(a_batch([3, 0]), num_new, states, NODES, WorkerStats())
+        assert found.shape == (2, NODES)
+    assert not head.kept
+    found = steps.draft(a_batch([3, 0]), num_new, states, NODES, WorkerStats())
+    assert found == (True, False)
+    steps.lessons.learn()
+    assert steps._num_coming == 0 and set(head.kept) == {0, 3}
+
+
+@pytest.mark.parametrize("lookups", [[], [Lookup()]])
+def test_more_requests_than_graphs_hold_wait_for_trees_alone(steps, lookups):
+    steps.sources.lookups = lookups
+    batch = a_batch([0, 1, 2, 3])
+    found, _ = draft(steps, batch)
+    assert found == (None if lookups else (True, True))
+    steps.budget.draft = False
+    found, stats = draft(steps, batch)
+    if lookups:
+        assert found is None  # on the device they are looked up in graphs, too
+    else:
+        assert found.shape == (4, NODES) and steps.sizes == {}
+        assert set(stats.reasons.values()) == {BUDGET}
+        assert steps.sources.ssms[0].behind == [0, 1, 2, 3]
+    assert not steps.drafter.launched
+
+
 def test_where_no_node_gets_a_row_it_is_the_budgets_choice(steps):
     steps.budget.size = 0
     _, stats = draft(steps, a_batch([3, 0]))  # nothing is found for the second one

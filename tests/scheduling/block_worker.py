@@ -39,8 +39,8 @@ GARBAGE = None
 
 
 @functools.cache
-def vllm_config() -> VllmConfig:
-    """A config whose models are never loaded."""
+def vllm_config(lookup: bool = False) -> VllmConfig:
+    """A config of an SSM, or a lookup, whose models are never loaded."""
     with tempfile.TemporaryDirectory() as folder:
         target, ssm = (write_model(Path(folder) / name, LLAMA) for name in "ts")
         config = EngineArgs(
@@ -53,7 +53,7 @@ def vllm_config() -> VllmConfig:
             enable_prefix_caching=True,
             speculative_config={
                 "method": "specinfer",
-                "model": ssm,
+                "model": "suffix" if lookup else ssm,
                 "num_speculative_tokens": NUM_NODES,
             },
         ).create_engine_config()
@@ -64,15 +64,16 @@ def vllm_config() -> VllmConfig:
 
 
 def make_scheduler(
-    asynchronous: bool = False, max_num_tokens: int = 48
+    asynchronous: bool = False, max_num_tokens: int = 48, lookup: bool = False
 ) -> SpecInferScheduler:
     """A scheduler of NUM_BLOCKS blocks, less vLLM's null block.
 
     Args:
         asynchronous: It schedules a step before the one before has ended.
         max_num_tokens: Rows of a step.
+        lookup: Trees come from a lookup, not from an SSM.
     """
-    config = vllm_config()
+    config = vllm_config(lookup)
     config.scheduler_config.max_num_scheduled_tokens = max_num_tokens
     config.scheduler_config.async_scheduling = asynchronous
     config.cache_config.num_gpu_blocks = NUM_BLOCKS

@@ -80,6 +80,16 @@ def test_all_requests_share_the_free_blocks_and_the_rows_of_a_step():
     assert slots.missing(running, 4) <= 0
 
 
+def test_of_a_long_prompt_a_step_runs_as_much_as_vllm_lets_it():
+    slots, running, *_ = make(free=0, a=(0, 90, 0), b=(8, 5, 2))
+    # 13 rows and 3 others; the lookahead is one slot each.
+    assert slots.missing(running, 1) == 5
+    slots.most_of_one = 3
+    assert slots.missing(running, 1) == 2
+    slots.most_of_one = 5
+    assert slots.missing(running, 1) == 4
+
+
 def test_no_more_is_given_back_than_is_asked_for_and_rows_keep_their_blocks():
     of_all = {"a": (5, 3, 4), "b": (5, 2, 4), "c": (4, 4, 4)}
     slots, running, pool, group = make(free=0, **of_all)

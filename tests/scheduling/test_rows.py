@@ -65,6 +65,34 @@ def test_trees_are_as_large_as_ever_where_there_is_room(make):
     assert sum(rows_of_steps(engine, 3)[-1].values()) == SLOTS * (NUM_NODES + 1)
 
 
+def test_sessions_that_wait_for_their_next_turn_leave_the_rows_to_others(monkeypatch):
+    scheduler = make_scheduler()
+    monkeypatch.setattr(scheduler, "get_request_counts", lambda: (1, 60))
+    assert scheduler._most_nodes(NUM_NODES, {}) < NUM_NODES
+    scheduler.num_waiting_for_streaming_input = 60
+    assert scheduler._most_nodes(NUM_NODES, {}) == NUM_NODES
+
+
+def test_long_prompts_are_cut_as_vllm_cuts_them(monkeypatch):
+    scheduler = make_scheduler(max_num_tokens=48)
+    counts = [1, 0]
+    monkeypatch.setattr(scheduler, "get_request_counts", lambda: counts)
+    config = scheduler.scheduler_config
+    assert scheduler._most_rows_of_one() == 48
+    monkeypatch.setattr(config, "long_prefill_token_threshold", 8)
+    assert scheduler._most_rows_of_one() == 48  # it is alone
+    counts[:] = 1, 2
+    assert scheduler._most_rows_of_one() == 8
+    scheduler.adaptive_long_prefill_threshold = True
+    assert scheduler._most_rows_of_one() == 16
+
+
+@pytest.mark.parametrize(("lookup", "lookahead"), [(False, NUM_NODES), (True, 1)])
+def test_only_ssms_need_slots_to_draft_in(lookup, lookahead):
+    scheduler = make_scheduler(lookup=lookup)
+    assert scheduler.num_lookahead_tokens == lookahead
+
+
 def test_requests_without_room_for_a_node_are_not_the_schedules():
     """The worker knows how many nodes it may draft, and that there is no schedule."""
     engine = Engine(make_scheduler(max_num_tokens=SLOTS), 0)

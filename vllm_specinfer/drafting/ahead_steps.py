@@ -3,10 +3,11 @@
 With asynchronous scheduling a step whose trees come from SSMs in graphs, from lookups,
 or from both is drafted for as soon as it is launched. Of prompts the host knows the
 tokens, so the SSMs read them then, too. All other steps wait for the device
-(`TreeSpeculator.draft`): those with processors other than penalties that look back at
-paths of many tokens, or with lookups whose certain draws are tested, those after which
-the SSMs have to read what they have sat out, and those in which a head, which reads the
-target's states, has too many of them left. All ranks decide alike
+(`TreeSpeculator.draft`): those with more requests than graphs are captured for, with
+processors other than penalties that look back at paths of many tokens, or with lookups
+whose certain draws are tested, where they are to have trees; those after which the SSMs
+have to read what they have sat out, and those in which a head, which reads the target's
+states, has too many of them left. All ranks decide alike
 (`scheduling/lessons.py`). Grammars ask for the trees while the target runs over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
@@ -104,6 +105,8 @@ class AheadSteps:
         self._changes = np.zeros((2, len(num_computed)), np.int64)
         # [S] heads get states of these requests' last steps when they are learned of.
         self._states_come = np.zeros(len(num_computed), bool)
+        # Rows of states of these steps.
+        self._num_coming = 0
         self._any_started = False
         # Of trees that SSMs were asked for, and of lookups alone.
         self._chances, self._known = (
@@ -140,7 +143,7 @@ class AheadSteps:
         self.count: Callable[[], None] = lambda: None
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether a step may be drafted for ahead."""
+        """Whether trees of a step may be drafted ahead."""
         slots = batch.idx_mapping_np
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         # Of what lookups propose only the host makes draws.
@@ -161,7 +164,7 @@ class AheadSteps:
         states: TargetStates | None,
         most: int,
         stats: WorkerStats,
-    ) -> torch.Tensor | Decision:
+    ) -> torch.Tensor | Decision | None:
         """Draft for a step, or decide that it gets no trees.
 
         Args:
@@ -172,10 +175,13 @@ class AheadSteps:
             stats: Of the next step.
 
         Returns:
-            [B, N] int64 tokens of the nodes; what has been decided where the host goes
-            on: the SSMs have more to read than this step's tokens, or a head has kept
-            what it has to read for too long.
+            [B, N] int64 tokens of the nodes; what has been decided, if anything, where
+            the host goes on: it has to draft (`takes`), the SSMs have more to read than
+            this step's tokens, or a head has kept what it has to read for too long.
         """
+        takes = self.takes(batch)
+        if not takes and self._sources.lookups:
+            return None
         roles = Roles.of(batch)
         self._time_step(batch)
         self._lessons.learn(IN_FLIGHT)
@@ -183,9 +189,11 @@ class AheadSteps:
         decided = self._decided(batch, roles, most, follows)
         if decided.asks:
             # Nor can a head read on in a prompt behind states that are still to come.
-            waits = not follows or self._states_come[roles.prompts].any()
+            comes = self._states_come[roles.prompts].any()
+            waits = not takes or not follows or comes
         else:
-            waits = any(head.is_full(batch.num_tokens) for head in self._heads)
+            num_more = self._num_coming + batch.num_tokens
+            waits = any(head.is_full(num_more) for head in self._heads)
         if waits:
             return decided
         if decided.asks and len(roles.prompts):
@@ -279,11 +287,14 @@ class AheadSteps:
         if states is None:
             return
         self._states_come[slots] = True
+        num_coming = batch.num_tokens
+        self._num_coming += num_coming
         starts = batch.query_start_loc_np[: batch.num_reqs + 1].copy()
         wait = states.that_stay(starts, batch.is_prefilling_np, num_new)
         come = self._changes[COME, slots]
 
         def keep() -> None:
+            self._num_coming -= num_coming
             same = self._changes[COME, slots] == come
             for slot, is_same, new in zip(slots.tolist(), same, wait(), strict=True):
                 for head in self._heads if is_same else ():

@@ -18,7 +18,7 @@ def unsupported_reason(args: "EngineArgs") -> str | None:
         ("attention_config.backend", args.attention_config.backend),
         ("attention_config.backend_per_kind", args.attention_config.backend_per_kind),
     ):
-        if chosen and _name(chosen) != CUDA_BACKEND:
+        if chosen and _name(chosen) not in ("auto", CUDA_BACKEND):
             return (
                 f"{name} must be left out with method specinfer, tree attention is a "
                 f"backend of its own; got {_name(chosen)}"

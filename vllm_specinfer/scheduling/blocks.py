@@ -21,7 +21,11 @@ LEAST_LOOKAHEAD = 1
 
 
 class SlotsOfTrees:
-    """What running requests hold beyond their texts."""
+    """What running requests hold beyond their texts.
+
+    Attributes:
+        most_of_one: Most rows of a request in the next step.
+    """
 
     def __init__(
         self, manager: "KVCacheManager", max_model_len: int, max_num_tokens: int
@@ -36,7 +40,7 @@ class SlotsOfTrees:
         self._pool = manager.block_pool
         self._groups = manager.coordinator.single_type_managers
         self._max_model_len = max_model_len
-        self._max_num_tokens = max_num_tokens
+        self._max_num_tokens = self.most_of_one = max_num_tokens
 
     def missing(self, running: Sequence["Request"], lookahead: int) -> int:
         """Blocks that a step of these requests lacks; at most 0 where it lacks none.
@@ -58,8 +62,7 @@ class SlotsOfTrees:
             left = self._max_num_tokens
             for request in running:
                 num_computed, end = request.num_computed_tokens, _end_of_rows(request)
-                if end - num_computed > left:
-                    end = num_computed + left
+                end = min(end, num_computed + min(left, self.most_of_one))
                 slots = min(end + lookahead, self._max_model_len)
                 lacking = -(-slots // size) - len(held[request.request_id])
                 if lacking > 0:

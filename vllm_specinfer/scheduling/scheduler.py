@@ -61,6 +61,9 @@ class SpecInferScheduler(Scheduler):
         # Of the step whose output is being processed.
         self._worker = WorkerStats()
         self._step: StepStats | None = None
+        if not self.vllm_config.speculative_config.options.ssms:
+            # Nothing is drafted into these slots.
+            self.num_lookahead_tokens = LEAST_LOOKAHEAD
         self._slots = SlotsOfTrees(
             self.kv_cache_manager, self.max_model_len, self.max_num_scheduled_tokens
         )
@@ -72,6 +75,7 @@ class SpecInferScheduler(Scheduler):
         """As vLLM's; where it would preempt, trees give up their slots before."""
         lookahead, manager = self.num_lookahead_tokens, self.kv_cache_manager
         watermark, kept = manager.watermark_blocks, {}
+        self._slots.most_of_one = self._most_rows_of_one()
         if self._slots.missing(self.running, lookahead) > 0:
             self.num_lookahead_tokens = LEAST_LOOKAHEAD
             # No request joins, as in a step of vLLM's that preempts.
@@ -191,6 +195,16 @@ class SpecInferScheduler(Scheduler):
         )
         super()._update_after_schedule(scheduler_output)
 
+    def _most_rows_of_one(self) -> int:
+        """Rows of one request in the next step, as vLLM limits long prompts."""
+        num_reqs, most = sum(self.get_request_counts()), self.max_num_scheduled_tokens
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        if num_reqs < 2 or threshold <= 0:
+            return most
+        if self.adaptive_long_prefill_threshold:
+            threshold = max(threshold, most // num_reqs)
+        return min(threshold, most)
+
     def _most_nodes(self, most: int, scheduled: dict[str, int]) -> int:
         """Nodes of a tree, so many at most, so that all have rows in the next step.
 
@@ -198,6 +212,8 @@ class SpecInferScheduler(Scheduler):
         there are any, half of the rows are theirs: a node is only a guess.
         """
         num_running, num_waiting = self.get_request_counts()
+        # Nobody knows when the next turn of a session comes.
+        num_waiting -= self.num_waiting_for_streaming_input
         joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
         num_reqs, num_rows = num_running + joining, self.max_num_scheduled_tokens
         if num_reqs * (1 + most) <= num_rows // 2:

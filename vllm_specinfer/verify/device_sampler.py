@@ -135,7 +135,8 @@ class DeviceTreeSampler(TreeSampler):
 
     def profile(self, logits: torch.Tensor) -> None:
         """Take the memory of a step that has these logits [L, V]."""
-        self.warm_up(logits[: _most_rows(logits)].to(torch.float32, copy=True))
+        rows = logits[: _most_rows(logits)].clone()  # as a chunk gathers them
+        self.warm_up(rows.to(torch.float32, copy=True))
 
     def _of_rows(
         self,
