@@ -121,6 +121,11 @@ def test_vllm_makes_graphs_and_asynchronous_scheduling_of_it(make_llama):
     }
 
 
+def test_a_backend_that_vllm_is_to_choose_is_left_out(on_cuda, create):
+    args, _ = create(attention_backend="auto")
+    assert args.attention_backend == "CUSTOM"
+
+
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
@@ -143,11 +148,6 @@ def test_vllm_makes_graphs_and_asynchronous_scheduling_of_it(make_llama):
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of"),
     ],
 )
-def test_a_backend_that_vllm_is_to_choose_is_left_out(on_cuda, create):
-    args, _ = create(attention_backend="auto")
-    assert args.attention_backend == "CUSTOM"
-
-
 def test_what_stands_in_the_way_is_refused_by_name(on_cuda, create, kwargs, sentence):
     with pytest.raises(ValueError, match=sentence):
         create(**kwargs)

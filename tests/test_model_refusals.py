@@ -237,6 +237,7 @@ def test_unigram_vocabulary_is_compared_by_position(tmp_path):
 def test_heads_that_ranks_cannot_share_are_refused(refusal):
     target = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4}
     ssm = LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 1}
+    ssm |= {"hidden_size": 96}
     sentence = refusal(target=target, ssm=ssm, tensor_parallel_size=2)
     assert "divisible by the 2 ranks of tensor parallelism; got 3 in" in sentence
 

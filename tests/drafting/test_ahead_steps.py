@@ -495,7 +495,7 @@ def test_states_that_are_still_to_come_are_kept_too(steps):
     """A step's are kept when it is learned of, with several in flight."""
     head = steps.sources.ssms[1]
     steps._heads, steps.budget.draft, head.most_kept = [head], False, 4
-    path, num_new = torch.zeros(2, 1), torch.tensor([1, 1])
+    path, num_new = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([1, 1])
     states = TargetStates(torch.zeros(2, 1), torch.tensor([0, 1]), path)
     for _ in range(2):
         found = steps.draft(a_batch([3, 0]), num_new, states, NODES, WorkerStats())
