@@ -105,13 +105,6 @@ class SpecInferConfig(SpeculativeConfig):
         schedule = options.batch_schedule
         if schedule is not None:
             schedule = validate_and_normalize_dynamic_sd_schedule(list(schedule))
-            most = max(nodes for *_, nodes in schedule)
-            if most > options.num_speculative_tokens:
-                raise ValueError(
-                    "num_speculative_tokens_per_batch_size must ask for at most "
-                    f"num_speculative_tokens ({options.num_speculative_tokens}) nodes; "
-                    f"got {most}"
-                )
         return cls(
             options=options,
             num_speculative_tokens=options.num_speculative_tokens,

@@ -6,6 +6,7 @@ Dimension legend: N drafts of a request, W 32-bit words of a bitmask row.
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
@@ -14,6 +15,26 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 _EVERYTHING = -1  # all bits set
+
+
+class TokenByToken(GuidanceGrammar):
+    """Takes what a step brings as if it had come in several.
+
+    Guidance refuses a text that goes on behind its end unless that comes alone; under
+    `ignore_eos` a step's last token may come along.
+    """
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """As vLLM's."""
+        accept = super().accept_tokens
+        return all(accept(request_id, [token]) for token in tokens)
+
+
+def goes_on_behind_its_end(request: "Request") -> None:
+    """Let a request's grammar be `TokenByToken` where it is guidance's."""
+    grammar = request.structured_output_request.grammar
+    if type(grammar) is GuidanceGrammar:
+        grammar.__class__ = TokenByToken
 
 
 def tree_bitmask(

@@ -17,7 +17,7 @@ from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.scheduling import invariants
 from vllm_specinfer.scheduling.blocks import LEAST_LOOKAHEAD, SlotsOfTrees
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
-from vllm_specinfer.scheduling.grammar import tree_bitmask
+from vllm_specinfer.scheduling.grammar import goes_on_behind_its_end, tree_bitmask
 from vllm_specinfer.scheduling.step_stats import (
     NO_ROOM,
     PREFILL,
@@ -134,6 +134,8 @@ class SpecInferScheduler(Scheduler):
             and request.use_structured_output
             and not request.is_prefill_chunk
         ]
+        for req_id in ids:
+            goes_on_behind_its_end(self.requests[req_id])
         if not any(req_id in drafts for req_id in ids):
             return super().get_grammar_bitmask(scheduler_output)
         manager = self.structured_output_manager
