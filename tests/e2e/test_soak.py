@@ -75,19 +75,21 @@ def test_a_fault_ends_all_requests_and_the_server(models, tmp_path, fault):
 
 
 async def during_requests(server, fault: str) -> list[int | None]:
-    """The statuses of eight requests when the fault comes; None for no answer."""
+    """The statuses of eight requests when the fault comes; None for no answer.
 
-    async def ask(http) -> int | None:
+    Of texts that nobody foresees: else they may have ended by then.
+    """
+
+    async def ask(http, seed: int) -> int | None:
+        request = a_long_request(temperature=1.0, seed=seed)
         try:
-            return (
-                await http.post("/v1/completions", json=a_long_request())
-            ).status_code
+            return (await http.post("/v1/completions", json=request)).status_code
         except httpx.TransportError as error:
             assert not isinstance(error, httpx.TimeoutException), "a request hangs"
             return None
 
     async with httpx.AsyncClient(base_url=server.address, timeout=30) as http:
-        asked = [asyncio.create_task(ask(http)) for _ in range(8)]
+        asked = [asyncio.create_task(ask(http, seed)) for seed in range(8)]
         while not server.metrics()["vllm:num_requests_running"]:
             await asyncio.sleep(0.01)
         if fault == "broken SSM":
