@@ -19,7 +19,7 @@ from vllm_specinfer.tree.token_tree import ROOT
 
 
 class Experience:
-    """Corrects the sources' chances by what became of their nodes; knows the budget.
+    """Corrects the sources' chances by what became of their nodes.
 
     Attributes:
         sources: Whose chances; in the order of their tests.
