@@ -14,7 +14,13 @@ from vllm.v1.spec_decode.ngram_proposer import (
 from vllm_specinfer.drafting.device_lookup import DeviceLookup
 from vllm_specinfer.drafting.lookup import LookupSource, chance_after
 from vllm_specinfer.drafting.ngram import Ngrams
-from vllm_specinfer.drafting.suffix import MIN_OWN, MIN_PAST, PAST_TRUST, Suffixes
+from vllm_specinfer.drafting.suffix import (
+    MIN_OWN,
+    MIN_PAST,
+    PAST_TRUST,
+    Suffixes,
+    TextIndex,
+)
 from vllm_specinfer.options import NgramSource, SuffixSource
 from vllm_specinfer.tree.token_tree import ROOT
 
@@ -174,3 +180,10 @@ def test_a_text_that_has_ended_is_kept_whole_and_its_index_is_gone():
     lookup.start(1)
     nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
     assert [token for _, token, _ in nodes] == [7, 8]
+
+
+def test_fewer_tokens_than_a_run_match_nothing():
+    index = TextIndex(2)
+    index.extend([0, 4, 9, 4])
+    assert index.longest_match([4]) == (0, [])
+    assert index.longest_match([0, 4]) == (2, [2])

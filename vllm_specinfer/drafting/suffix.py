@@ -31,6 +31,9 @@ PAST_TRUST = 0.75
 TEXT_END = -1
 
 _NO_PLACE = -1
+# Of a token in a run; no vocabulary has as many.
+_BITS = 21
+_TOKEN = (1 << _BITS) - 1
 
 
 class TextIndex:
@@ -39,20 +42,26 @@ class TextIndex:
     def __init__(self, min_match: int) -> None:
         self.tokens = array("i")
         self._min_match = min_match
-        self._newest: dict[tuple[int, ...], int] = {}
+        self._newest: dict[int, int] = {}
         # By place: the place before it after the same run.
         self._older = array("i")
+        # The last tokens as one number, as far as they make a run.
+        self._last = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        m, first = self._min_match, len(self.tokens)
+        run, newest, older = self._last, self._newest, self._older
+        mask = (1 << _BITS * self._min_match) - 1
+        for place, token in enumerate(tokens, len(self.tokens)):
+            # Place p is known by the run that ends just before it.
+            if place >= self._min_match:
+                older.append(newest.get(run, _NO_PLACE))
+                newest[run] = place
+            else:
+                older.append(_NO_PLACE)
+            run = (run << _BITS | token & _TOKEN) & mask
         self.tokens.extend(tokens)
-        self._older.extend([_NO_PLACE] * len(tokens))
-        # Place p is known by the run that ends just before it.
-        for place in range(max(first, m), len(self.tokens)):
-            run = tuple(self.tokens[place - m : place])
-            self._older[place] = self._newest.get(run, _NO_PLACE)
-            self._newest[run] = place
+        self._last = run
 
     def close(self, tokens: Sequence[int]) -> None:
         """Hold these tokens and find nothing: places take twenty times their memory."""
@@ -70,7 +79,11 @@ class TextIndex:
         """
         length, places = 0, []
         tokens, m = self.tokens, self._min_match
-        place = self._newest.get(tuple(context[-m:]), _NO_PLACE)
+        run, place = 0, _NO_PLACE
+        if len(context) >= m:
+            for token in context[-m:]:
+                run = run << _BITS | token & _TOKEN
+            place = self._newest.get(run, _NO_PLACE)
         for _ in range(MAX_PLACES):
             if place == _NO_PLACE:
                 break
