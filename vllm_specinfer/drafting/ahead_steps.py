@@ -5,10 +5,11 @@ or from both is drafted for as soon as it is launched. Of prompts the host knows
 tokens, so the SSMs read them then, too. All other steps wait for the device
 (`TreeSpeculator.draft`): those with more requests than graphs are captured for, with
 processors other than penalties that look back at paths of many tokens, or with lookups
-whose certain draws are tested, where they are to have trees; those after which the SSMs
-have to read what they have sat out, and those in which a head, which reads the target's
-states, has too many of them left. All ranks decide alike
-(`scheduling/lessons.py`). Grammars ask for the trees while the target runs over them.
+whose certain draws are tested, beside a lookup always, else where they are to have
+trees; those after which the SSMs have to read what they have sat out, and those in
+which a head, which reads the target's states, has too many of them left. All ranks
+decide alike (`scheduling/lessons.py`). Grammars ask for the trees while the target runs
+over them.
 
 Dimension legend: S request slots, B requests of the batch, R of them get a tree, P are
 inside their prompts, N nodes per request.
