@@ -56,7 +56,9 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         """Where no engine like this one has learned what steps cost, measure it."""
         times = super().compile_or_warm_up_model()
         speculator = self.model_runner.speculator
-        if not speculator.budget.knows_costs:
+        # With adapters every made-up pass makes some up, too, which takes its time.
+        measures = self.vllm_config.lora_config is None
+        if measures and not speculator.budget.knows_costs:
             scheduler = self.vllm_config.scheduler_config
             most = scheduler.max_num_seqs * (speculator.num_speculative_steps + 1)
             most = min(most, scheduler.max_num_batched_tokens)
@@ -69,7 +71,8 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         All ranks get the first one's: it decides how many passes there are.
         """
         started = time.perf_counter()
-        self.model_runner._dummy_run(rows)
+        # Experts are chosen by the tokens.
+        self.model_runner._dummy_run(rows, randomize_inputs=True)
         seconds = time.perf_counter() - started
         ssms = self.model_runner.speculator.dummy_seconds
         return of_first_rank((seconds - ssms, ssms))

@@ -13,14 +13,15 @@ from vllm_specinfer.drafting.output_head import DraftHead
 VOCAB, HIDDEN = 100, 16
 
 
-def make(tmp_path, content=None, **processor):
+def make(tmp_path, content=None, packed=None, **processor):
     torch.manual_seed(0)
     # Whole eighths, so that bfloat16 holds them and their products exactly.
     weight = torch.randint(-8, 9, (VOCAB, HIDDEN)) / 8
     if content is not None:
         (tmp_path / DRAFT_VOCAB_FILE).write_text(json.dumps(content))
     model = torch.nn.Module()
-    model.lm_head = SimpleNamespace(weight=torch.nn.Parameter(weight))
+    parameter = torch.nn.Parameter(weight) if packed is None else packed
+    model.lm_head = SimpleNamespace(weight=parameter, embedding_dim=HIDDEN)
     scale = {"soft_cap": None, "scale": 1.0, **processor}
     model.logits_processor = SimpleNamespace(**scale)
     model.compute_logits = lambda hidden: hidden @ weight.T
@@ -28,6 +29,15 @@ def make(tmp_path, content=None, **processor):
         model=str(tmp_path), revision=None, get_vocab_size=lambda: VOCAB
     )
     return DraftHead(model, config), weight
+
+
+@pytest.mark.parametrize("shape", [(7, 3 * HIDDEN), (0,), (VOCAB, 8)])
+def test_a_head_that_is_packed_for_a_kernel_is_not_cut(tmp_path, caplog, shape):
+    """Some quantized models pack theirs while they are loaded."""
+    packed = torch.nn.Parameter(torch.zeros(shape))
+    head, _ = make(tmp_path, {"tokens": [3]}, packed)
+    assert "is not used: its head is quantised" in caplog.text
+    assert head.likeliest(torch.zeros(1, HIDDEN), 4)[1].shape == (1, 4)
 
 
 def best(logits, tokens, k):

@@ -1,12 +1,17 @@
 """What is measured before the first request."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from vllm_specinfer import cpu_worker
+from vllm_specinfer.cpu_worker import SpecInferCPUWorker
 from vllm_specinfer.scheduling import start_costs
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.exploration import SHORTEST_RUN
 from vllm_specinfer.scheduling.load_budget import LoadBudget
+from vllm_specinfer.worker import TreeWorker
 
 
 class Machine:
@@ -19,6 +24,26 @@ class Machine:
         self.runs.append(rows)
         target = self.slow * (10e-3 + 0.4e-3 * rows)
         return target + 0.05 * (len(self.runs) % 5 == 0), 1e-3
+
+
+@pytest.mark.parametrize("adapters", [None, "adapters"])
+def test_made_up_adapters_are_nobodys_costs(monkeypatch, adapters):
+    monkeypatch.setattr(TreeWorker, "compile_or_warm_up_model", lambda self: "times")
+    runs, budget = [], LoadBudget(8)
+    worker = SpecInferCPUWorker.__new__(SpecInferCPUWorker)
+    worker.vllm_config = SimpleNamespace(
+        lora_config=adapters,
+        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=16),
+    )
+    worker.model_runner = SimpleNamespace(
+        speculator=SimpleNamespace(
+            budget=budget, num_speculative_steps=8, dummy_seconds=0.0
+        ),
+        _dummy_run=lambda rows, randomize_inputs: runs.append(rows),
+    )
+    monkeypatch.setattr(cpu_worker, "of_first_rank", lambda seconds: seconds)
+    assert worker.compile_or_warm_up_model() == "times"
+    assert bool(runs) == budget.knows_costs == (adapters is None)
 
 
 def test_a_budget_starts_with_what_passes_take():

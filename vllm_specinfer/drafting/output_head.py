@@ -43,7 +43,7 @@ class DraftHead:
         processor = getattr(model, "logits_processor", None)
         plain = (
             getattr(head, "weight", None) is not None
-            and head.weight.is_floating_point()
+            and _is_matrix(head)
             and getattr(head, "bias", None) is None
             and getattr(processor, "soft_cap", 0) is None
             and getattr(processor, "scale", 0) == 1.0
@@ -114,6 +114,13 @@ class DraftHead:
         logprobs = logits.log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, logits.shape[1]), dim=-1)
         return values, tokens if self._tokens is None else self._tokens[tokens]
+
+
+def _is_matrix(head: nn.Module) -> bool:
+    """Its weight is as it was published, neither quantized nor packed for a kernel."""
+    weight, width = head.weight, getattr(head, "embedding_dim", None)
+    shaped = weight.dim() == 2 and width in (None, weight.shape[1])
+    return weight.is_floating_point() and shaped
 
 
 def _vocab_size_of(head: nn.Module) -> int:
