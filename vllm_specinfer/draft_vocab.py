@@ -13,16 +13,27 @@ DRAFT_VOCAB_FILE = "draft_vocab.json"
 
 
 def read_draft_vocab(ssm: "ModelConfig") -> list[int] | None:
+    """As `draft_vocab_of`."""
+    return draft_vocab_of(ssm.model, ssm.revision, ssm.get_vocab_size())
+
+
+def draft_vocab_of(
+    model: str, revision: str | None, vocab_size: int
+) -> list[int] | None:
     """The distinct ids of an SSM's draft vocabulary, None where it has no file.
+
+    Args:
+        model: Folder or hub id.
+        revision: Of the latter.
+        vocab_size: Ids are below it.
 
     Raises:
         ValueError: One sentence that says what the file must be.
     """
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    vocab_size = ssm.get_vocab_size()
     try:
-        content = get_hf_file_to_dict(DRAFT_VOCAB_FILE, ssm.model, ssm.revision)
+        content = get_hf_file_to_dict(DRAFT_VOCAB_FILE, model, revision)
     except (OSError, ValueError, RecursionError) as error:
         wrong: str | None = str(error)
     else:
@@ -32,7 +43,7 @@ def read_draft_vocab(ssm: "ModelConfig") -> list[int] | None:
         wrong = _what_is_wrong(tokens, vocab_size)
     if wrong is not None:
         raise ValueError(
-            f"{DRAFT_VOCAB_FILE} of the SSM {ssm.model!r} must be "
+            f"{DRAFT_VOCAB_FILE} of the SSM {model!r} must be "
             f'{{"tokens": [...]}} with distinct ids below {vocab_size}; got {wrong}'
         )
     return tokens

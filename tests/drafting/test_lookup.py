@@ -1,5 +1,6 @@
 """What lookups find in texts."""
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -180,6 +181,18 @@ def test_a_text_that_has_ended_is_kept_whole_and_its_index_is_gone():
     lookup.start(1)
     nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
     assert [token for _, token, _ in nodes] == [7, 8]
+
+
+def test_a_token_of_past_texts_takes_as_much_memory_as_readme_says():
+    text = np.random.default_rng(0).permutation(44_000).tolist()
+    tracemalloc.start()
+    try:
+        index = TextIndex(MIN_PAST)
+        index.extend(text)
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 100 < size / len(text) < 140
 
 
 def test_fewer_tokens_than_a_run_match_nothing():

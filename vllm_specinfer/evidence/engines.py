@@ -153,6 +153,17 @@ def tree_counts(llm: Any) -> list[int]:
     return [int(values[f"vllm:spec_decode_num_{name}"]) for name in names]
 
 
+def num_steps(counts: "collections.Counter[int]") -> int:
+    """Steps of all requests, by `StepLog.counts`.
+
+    Raises:
+        ValueError: None has made any.
+    """
+    if not (total := counts.total()):
+        raise ValueError("answers must have two tokens at least; got one each")
+    return total
+
+
 class StepLog:
     """How many tokens each decoding step brought each request, with any method.
 

@@ -201,6 +201,15 @@ class Fitted(NamedTuple):
     schedulers: list[dict[str, Any]]
 
 
+def check_prompts(name: Path | str, num_prompts: int) -> None:
+    """Raises ValueError where these are too few to hold some out."""
+    if num_prompts < HELD_OUT_EACH:
+        raise ValueError(
+            f"{name} must hold at least {HELD_OUT_EACH} prompts, as each fourth is "
+            f"held out; got {num_prompts}"
+        )
+
+
 def fit_scheduler(
     traces: Sequence[Path],
     out: Path,
@@ -228,12 +237,7 @@ def fit_scheduler(
     """
     whole = [read_trace(file) for file in traces]
     for file, trace in zip(traces, whole, strict=True):
-        num_prompts = len(np.unique(trace.requests))
-        if num_prompts < HELD_OUT_EACH:
-            raise ValueError(
-                f"{file} must hold at least {HELD_OUT_EACH} prompts, as each fourth is "
-                f"held out; got {num_prompts}"
-            )
+        check_prompts(file, len(np.unique(trace.requests)))
         if trace.scores.shape[1:] != whole[0].scores.shape[1:]:
             raise ValueError(
                 f"traces must be of one tree; got {list(whole[0].tree.widths)} and "

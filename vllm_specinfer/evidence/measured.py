@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_specinfer.evidence.engines import num_steps
 from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.plots import figure_for
 
@@ -61,14 +62,8 @@ class Measured:
 
     @property
     def num_steps(self) -> int:
-        """Of all requests.
-
-        Raises:
-            ValueError: None has made any.
-        """
-        if not (total := self.steps.total()):
-            raise ValueError("answers must have two tokens at least; got one each")
-        return total
+        """As `engines.num_steps`."""
+        return num_steps(self.steps)
 
     @property
     def tokens_per_step(self) -> float:

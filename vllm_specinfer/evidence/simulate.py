@@ -59,15 +59,19 @@ class Costs:
     level_seconds: float = 0.0
     batch: int = 1
 
+    def check_reach(self, most: int) -> None:
+        """Raises ValueError where they do not go up to so many rows."""
+        first, last = self.rows[0], self.rows[-1]
+        if first > self.batch or most > last:
+            raise ValueError(
+                f"the costs must go from {self.batch} to {most} rows; got "
+                f"{first:g} to {last:g}"
+            )
+
     def over_plain(self, simulated: "Simulated") -> float:
         """Tokens per second over plain decoding's, every request with such trees."""
         rows = self.batch * (1 + simulated.nodes)
-        least, most = self.rows[0], self.rows[-1]
-        if least > self.batch or rows.max() > most:
-            raise ValueError(
-                f"the costs must go from {self.batch} to {rows.max()} rows; got "
-                f"{least:g} to {most:g}"
-            )
+        self.check_reach(rows.max())
         step = np.interp(rows, self.rows, self.seconds)
         step += simulated.levels * self.level_seconds
         plain = np.interp(self.batch, self.rows, self.seconds)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.draft_vocab import draft_vocab_of
 from vllm_specinfer.tuning.data import TOP, Sample
 from vllm_specinfer.tuning.new_ssm import NewSSM, fast_attention
 from vllm_specinfer.tuning.precision import mixed_precision
@@ -43,11 +43,8 @@ def first_weights(settings: PoolSettings) -> torch.nn.Module:
 
 def base_as_it_is(base: str) -> tuple[torch.nn.Module, list[int] | None]:
     """A base SSM in its own dtype, and what it drafts; None for all tokens."""
-    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
-
-    vocab = get_hf_file_to_dict(DRAFT_VOCAB_FILE, base)
     ssm = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    return ssm, vocab and vocab["tokens"]
+    return ssm, draft_vocab_of(base, None, ssm.config.vocab_size)
 
 
 class Windows(torch.utils.data.Dataset):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
+from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE, draft_vocab_of
 from vllm_specinfer.options import SuffixSource
 from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
@@ -172,12 +172,12 @@ class _Pool:
             ssm = ssm.finished()
         return ssm.to(torch.bfloat16), losses
 
-    def _vocab_of(self, folder: Path) -> torch.Tensor:
+    def _vocab_of(self, folder: Path, vocab_size: int) -> torch.Tensor:
         """What an SSM of this pool drafts, ascending."""
-        file = folder / DRAFT_VOCAB_FILE
-        if not file.is_file():
+        tokens = draft_vocab_of(str(folder), None, vocab_size)
+        if tokens is None:
             return torch.arange(len(self._tokenizer))
-        return torch.tensor(sorted(json.loads(file.read_text())["tokens"]))
+        return torch.tensor(sorted(tokens))
 
     def _finish(self, folder: Path) -> Round:
         """Mark what a tuned SSM continues as the target does."""
@@ -187,7 +187,8 @@ class _Pool:
         if torch.cuda.is_available():
             ssm = ssm.cuda()
         size = self._settings.batch_size
-        length, vocab = self._settings.compare_length, self._vocab_of(folder)
+        length = self._settings.compare_length
+        vocab = self._vocab_of(folder, ssm.config.vocab_size)
         found = model.hits(ssm, self._training, vocab, size)
         for marked, hit in zip(self._marks, found, strict=True):
             marked |= model.windows_hit(hit, length)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_specinfer import assets
-from vllm_specinfer.evidence.fit import HELD_OUT_EACH, fit_scheduler
+from vllm_specinfer.evidence.fit import check_prompts, fit_scheduler
 from vllm_specinfer.evidence.record import Answers, record
 from vllm_specinfer.evidence.simulate import Costs
 
@@ -53,19 +53,10 @@ def scheduler(
     names = [Path(answers.prompts).stem for answers in sets]
     if len(set(names)) < len(names):
         raise ValueError(f"prompts must have distinct names; got {', '.join(names)}")
-    most = 1 + num_nodes
-    if costs.rows[0] > 1 or costs.rows[-1] < most:
-        raise ValueError(
-            f"the costs must go from 1 to {most} rows; got {costs.rows[0]:g} to "
-            f"{costs.rows[-1]:g}"
-        )
+    costs.check_reach(1 + num_nodes)
     for answers in sets:
         found = assets.prompt_ids(answers.prompts, answers.max_prompts, answers.target)
-        if len(found) < HELD_OUT_EACH:
-            raise ValueError(
-                f"{answers.prompts} must hold at least {HELD_OUT_EACH} prompts, as "
-                f"each fourth is held out; got {len(found)}"
-            )
+        check_prompts(answers.prompts, len(found))
     rows = []
     for name, answers in zip(names, sets, strict=True):
         trace = out / f"trace-{name}.jsonl"

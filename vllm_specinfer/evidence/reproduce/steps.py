@@ -19,6 +19,7 @@ from vllm_specinfer.evidence.engines import (
     ROOM_FOR_DRAFTS,
     StepLog,
     forget,
+    num_steps,
     start_engine,
     tree_counts,
 )
@@ -120,15 +121,13 @@ def measure(
             took = time.perf_counter() - started
             num_tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
             _, nodes, _ = np.subtract(tree_counts(llm), before).tolist()
-            num_steps = log.counts.total()
-            if not num_steps:
-                raise ValueError("answers must have two tokens at least; got one each")
+            steps = num_steps(log.counts)
             rows.append(
                 {
                     label: name,
                     "temperature": temperature,
-                    "tokens per step": sum(log.counts.elements()) / num_steps,
-                    "nodes per step": nodes / num_steps,
+                    "tokens per step": sum(log.counts.elements()) / steps,
+                    "nodes per step": nodes / steps,
                     "tokens/s": num_tokens / took,
                 }
             )
