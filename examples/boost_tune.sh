@@ -5,8 +5,9 @@
 #
 # Kill it at any time and give the same command again: it goes on where it was.
 set -euo pipefail
+out=${1:+$(realpath -m "$1")}
 cd "$(dirname "$0")/.."
-out=${1:-runs/boost-tune}
+out=${out:-runs/boost-tune}
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 mkdir -p "$(dirname "$out")"
 prompts=$out.jsonl

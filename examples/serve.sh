@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-python=${PYTHON:-../.venv/bin/python}
+python=../.venv/bin/python
+[ -x "$python" ] || python=python3
 model=$("$python" -c 'from vllm_specinfer import assets; print(assets.smollm2())' | tail -1)
 exec "$python" -m vllm.entrypoints.openai.api_server \
     --model "$model" --served-model-name smollm2 --max-model-len 2048 --max-num-seqs 8 \

@@ -16,7 +16,8 @@ def check(*args, **env):
 
 
 def test_an_installation_that_works_is_said_to_work():
-    code, lines = check()
+    # More memory than there is, as where a server beside this has it.
+    code, lines = check(VLLM_CPU_KVCACHE_SPACE="100000")
     assert code == 0, lines
     assert lines[-1] == "specinfer works here"
     assert "ok    5 tokens with a tiny model, equal to plain decoding" in lines

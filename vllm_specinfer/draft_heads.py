@@ -6,10 +6,11 @@ Standard library only at import.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm.config import ModelConfig
 
 
-def eagle_type(model: "ModelConfig") -> str | None:
+def eagle_type(model: "ModelConfig | PreTrainedConfig") -> str | None:
     """The type of an EAGLE head by its architecture; None for all other models."""
     head = draft_head(model)
     if head is None or "Eagle" not in head or "MTP" in head or head.startswith("PE"):
@@ -17,7 +18,7 @@ def eagle_type(model: "ModelConfig") -> str | None:
     return "eagle3" if "Eagle3" in head else "eagle"
 
 
-def draft_head(model: "ModelConfig") -> str | None:
+def draft_head(model: "ModelConfig | PreTrainedConfig") -> str | None:
     """The architecture of one of vLLM's draft heads; None for all other models."""
     from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 

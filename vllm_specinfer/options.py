@@ -179,7 +179,7 @@ class SuffixSource:
 
     Attributes:
         name: What users and metrics call it.
-        max_tokens: Most tokens of past texts that are remembered, about 200 bytes each.
+        max_tokens: Most tokens of past texts that are remembered, some 130 bytes each.
     """
 
     name: ClassVar[str] = "suffix"

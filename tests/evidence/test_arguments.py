@@ -5,6 +5,7 @@ from urllib.error import URLError
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.evidence import engines
 from vllm_specinfer.evidence.arguments import model
 from vllm_specinfer.evidence.engines import start_engine
 from vllm_specinfer.evidence.reproduce import commands
@@ -158,6 +159,7 @@ def test_the_kv_cache_has_a_gib_where_nobody_says_otherwise(
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
     monkeypatch.setattr("vllm.LLM", dict)
+    monkeypatch.setattr(engines, "warn_of_waits", lambda *args: None)
     started = start_engine("model", 100, 1, None, engine)
     assert started.get("kv_cache_memory_bytes") == size
 
@@ -167,6 +169,8 @@ def test_the_kv_cache_has_a_gib_where_nobody_says_otherwise(
     [
         ({"dtyp": "float32"}, "arguments of vllm.LLM; got dtyp"),
         ({"max_model_len": 99}, "max_model_len must be at least 100"),
+        ({"model": "other"}, "--engine must leave model to the command's options"),
+        ({"speculative_config": {}}, "must leave speculative_config to"),
     ],
 )
 def test_wrong_engines_do_not_start(engine, reason) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,6 +228,24 @@ def test_vllm_drafts_with_a_head_by_its_own_method(
 ):
     head = make_llama("head", architectures=[architecture])
     assert commands._vllms_method(SSMSource(head, type=kind)) == method
+
+
+def test_a_head_as_the_library_speculators_writes_it_is_a_head(make_llama, tmp_path):
+    """Its config names no type of model."""
+    layer = json.loads((Path(make_llama("layer")) / "config.json").read_text())
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 32,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": "a", "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert commands._vllms_method(SSMSource(str(tmp_path))) == "eagle3"
 
 
 @pytest.mark.parametrize(

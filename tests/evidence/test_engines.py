@@ -1,11 +1,14 @@
 """Processes that engines are compared in."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from tests import processes
 from vllm_specinfer.evidence import engines
@@ -53,6 +56,23 @@ def threads_beside_numba(cores: int) -> int:
     torch.set_num_threads(2)
     assert cores == numba.config.NUMBA_NUM_THREADS and total() == 28
     return torch.get_num_threads()
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so():
+    with pytest.raises(ChildProcessError, match="it was killed, as where memory"):
+        engines.in_a_process(os._exit, 9)
+
+
+def test_requests_that_will_wait_for_k_v_are_spoken_of(capsys):
+    cache = SimpleNamespace(kv_cache_max_concurrency=7.5)
+    model = SimpleNamespace(max_model_len=1024)
+    config = SimpleNamespace(cache_config=cache, model_config=model)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+    engines.warn_of_waits(llm, 7)
+    assert not capsys.readouterr().err
+    engines.warn_of_waits(llm, 8)
+    said = capsys.readouterr().err
+    assert "8 requests of up to 1024 tokens" in said and "has room for 7.5" in said
 
 
 def test_an_engine_that_looks_ngrams_up_leaves_the_others_their_threads():

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
+from vllm.platforms import current_platform
 
 from tests import processes
 from tests.e2e.engine import KV_BYTES
@@ -20,16 +22,16 @@ from tests.e2e.models import VOCAB, tiny_llama
 from vllm_specinfer import cli
 from vllm_specinfer.evidence.bench import BenchSettings
 from vllm_specinfer.evidence.measured import Measured
-from vllm_specinfer.evidence.record import Answers
+from vllm_specinfer.evidence.record import Answers, record
 from vllm_specinfer.evidence.reproduce import (
     memory,
     regimes,
     scheduler,
     steps,
     table1,
+    treeattn,
 )
 from vllm_specinfer.evidence.reproduce.heads import write_padded
-from vllm_specinfer.evidence.reproduce.treeattn import Sides
 from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.trace import read_trace, step_line
 from vllm_specinfer.tree.token_tree import ROOT
@@ -149,6 +151,21 @@ def test_what_would_be_refused_after_hours_is_refused_at_once(tmp_path, monkeypa
         table1.table1(answers, "suffix", 5, tmp_path, [])
     with pytest.raises(ValueError, match="pools must have distinct names; got x, x"):
         steps.ssms(answers, ["a/x", "b/x"], 8)
+    ranks = {"tensor_parallel_size": 2}
+    two = replace(answers, engine=ranks)
+    for call in (
+        lambda: record(tmp_path / "new", two, "", "1", 0.0, []),
+        lambda: next(memory.memory("", "", [1], [1], ranks)),
+    ):
+        with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .* got 2"):
+            call()
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    for call in (
+        lambda: next(memory.memory("", "", [1], [1], {})),
+        lambda: next(treeattn.treeattn([1], [1], 16, torch.float32, 1)),
+    ):
+        with pytest.raises(ValueError, match="must run on a CPU; got"):
+            call()
 
 
 def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
@@ -179,7 +196,7 @@ def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
 
 def test_trees_and_paths_attend_alike():
     torch.manual_seed(0)
-    sides = Sides(batch=2, nodes=70, context=128, dtype=torch.float32)
+    sides = treeattn.Sides(batch=2, nodes=70, context=128, dtype=torch.float32)
     sides.tree()
     sides.paths()
     expected = sides.tree_out[sides.path_rows]

@@ -60,7 +60,28 @@ def answer_options(parser: argparse.ArgumentParser, max_prompts: int = 0) -> Non
         help=f"spread over the file; 0 for all ({max_prompts})",
     )
     parser.add_argument(
-        "--max-tokens", type=at_least(int, 2), default=128, help="of each answer"
+        "--max-tokens", type=at_least(int, 2), default=128, help="of each answer (128)"
+    )
+
+
+def temperature_option(parser: argparse.ArgumentParser) -> None:
+    """Of a recorded trace."""
+    parser.add_argument(
+        "--temperature", type=at_least(float, 0), default=0.0, help="of the answers (0)"
+    )
+
+
+def temperatures_option(
+    parser: argparse.ArgumentParser, temperatures: list[float]
+) -> None:
+    """Of answers that are compared."""
+    shown = " ".join(f"{temperature:g}" for temperature in temperatures)
+    parser.add_argument(
+        "--temperatures",
+        type=at_least(float, 0),
+        nargs="+",
+        default=temperatures,
+        help=f"of the answers, one after the other ({shown})",
     )
 
 
@@ -102,7 +123,7 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--ssm", type=model, required=True, help="SSM, pool, or lookup")
     parser.add_argument("--out", type=out_file, required=True, help="the trace, JSONL")
     parser.add_argument("--tree", default="5,3,2,1,1", help="the expansion (5,3,2,1,1)")
-    parser.add_argument("--temperature", type=at_least(float, 0), default=0.0)
+    temperature_option(parser)
     parser.set_defaults(run=_record)
 
 
@@ -174,12 +195,14 @@ def _add_simulate(commands: "argparse._SubParsersAction") -> None:
         "where its own paths ended.",
     )
     parser.add_argument("trace", type=Path, help="what record has written")
-    parser.add_argument("--trees", nargs="*", help="expansions, as 2,2,1")
+    parser.add_argument(
+        "--trees", nargs="*", help="expansions, as 2,2,1 (nine, as far as recorded)"
+    )
     parser.add_argument(
         "--nodes",
         type=at_least(int, 1),
         nargs="*",
-        help="best-first trees of so many nodes",
+        help="best-first trees of so many nodes (1 2 4 8 16 32, as far as recorded)",
     )
     parser.add_argument(
         "--min-probability",
@@ -284,9 +307,7 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
         metavar="NAME=JSON",
         help="a further speculative config, by default of method specinfer",
     )
-    parser.add_argument(
-        "--temperatures", type=at_least(float, 0), nargs="+", default=[0.0]
-    )
+    temperatures_option(parser, [0.0])
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
     )
@@ -324,13 +345,14 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
 
 def _vllms_method(ssm: SSMSource) -> str:
     """What vLLM drafts with it by."""
-    from transformers import AutoConfig
+    from vllm.transformers_utils.config import get_config
 
     from vllm_specinfer.draft_heads import eagle_type
 
     if ssm.type is not None:
         return "draft_model" if ssm.type == "ssm" else ssm.type
-    return eagle_type(AutoConfig.from_pretrained(ssm.model)) or "draft_model"
+    config = get_config(ssm.model, trust_remote_code=False, revision=ssm.revision)
+    return eagle_type(config) or "draft_model"
 
 
 def _bench(args: argparse.Namespace) -> int:

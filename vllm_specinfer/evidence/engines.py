@@ -6,9 +6,11 @@ import gc
 import itertools
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 # So many positions of an engine are left for trees beyond the longest text.
@@ -40,8 +42,12 @@ def cpu_kv_cache() -> dict[str, int]:
 
 
 def check_arguments(engine: dict[str, Any]) -> None:
-    """Raises ValueError where `--engine` holds what no engine takes."""
+    """Raises ValueError where `--engine` holds what no engine takes, or not from it."""
     from vllm import EngineArgs
+
+    for name in ("model", "speculative_config"):
+        if name in engine:
+            raise ValueError(f"--engine must leave {name} to the command's options")
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(engine.keys() - known):
@@ -56,6 +62,22 @@ def check_length(engine: dict[str, Any], longest: int) -> None:
             f"max_model_len must be at least {longest} for these prompts and answers; "
             f"got {wanted}"
         )
+
+
+def check_cpu(command: str) -> None:
+    """Raises ValueError where a command measures what only CPUs have."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"{command} must run on a CPU; got {current_platform.device_name}"
+        )
+
+
+def check_one_worker(engine: dict[str, Any]) -> None:
+    """Raises ValueError where `--engine` asks for ranks, which one cannot look into."""
+    if (ranks := engine.get("tensor_parallel_size", 1)) != 1:
+        raise ValueError(f"tensor_parallel_size must be 1 for this; got {ranks}")
 
 
 def start_engine(
@@ -99,19 +121,45 @@ def start_engine(
         common |= {"kv_cache_memory_bytes": space << 30, "gpu_memory_utilization": 0.2}
     # vLLM collects a dozen times per engine, which must not read all modules again.
     gc.freeze()
-    return LLM(**{**common, **engine})
+    llm = LLM(**{**common, **engine})
+    warn_of_waits(llm, max_num_seqs)
+    return llm
+
+
+def warn_of_waits(llm: Any, num_requests: int) -> None:
+    """Say so where K/V has no room for so many requests of the greatest length."""
+    config = llm.llm_engine.vllm_config
+    # On every rank as much.
+    room = config.cache_config.kv_cache_max_concurrency
+    if room is not None and room < num_requests:
+        print(
+            f"vllm-specinfer: {num_requests} requests of up to "
+            f"{config.model_config.max_model_len} tokens may wait for each other, K/V "
+            f"has room for {room:.1f}: VLLM_CPU_KVCACHE_SPACE or --engine "
+            "'{\"kv_cache_memory_bytes\": ...}' gives more",
+            file=sys.stderr,
+        )
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the function returns in a process of its own, which then ends.
 
     It also ends where this one is killed.
+
+    Raises:
+        ChildProcessError: Something else has ended it.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         1, mp_context=context, initializer=_end_with_parent
     ) as process:
-        return process.submit(function, *arguments).result()
+        try:
+            return process.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise ChildProcessError(
+                "the engines' process must live until it is done; it was killed, as "
+                "where memory is short"
+            ) from None
 
 
 def _end_with_parent() -> None:

@@ -12,7 +12,12 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm_specinfer import assets
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Drafts, SourceSet
-from vllm_specinfer.evidence.engines import runner_of, start_engine, tree_counts
+from vllm_specinfer.evidence.engines import (
+    check_one_worker,
+    runner_of,
+    start_engine,
+    tree_counts,
+)
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parse_trees import parse_tree
@@ -126,6 +131,7 @@ def record(
     """
     from vllm import SamplingParams
 
+    check_one_worker(answers.engine)
     shape = parse_tree(tree)
     prompts = assets.prompt_ids(answers.prompts, answers.max_prompts, answers.target)
     room = max(map(len, prompts)) + answers.max_tokens + shape.num_nodes + 1

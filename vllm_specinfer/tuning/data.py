@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from vllm_specinfer.evidence.engines import check_length, cpu_kv_cache
+from vllm_specinfer.evidence.engines import check_length, cpu_kv_cache, warn_of_waits
 from vllm_specinfer.model_refusals import inner_states_reason, model_reason
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.prompts import read_prompts
@@ -203,6 +203,7 @@ def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sa
         **cpu_kv_cache(),
     }
     llm = LLM(settings.target, **{**arguments, **settings.engine})
+    warn_of_waits(llm, arguments["max_num_seqs"])
     params = SamplingParams(
         temperature=0,
         max_tokens=settings.max_tokens,

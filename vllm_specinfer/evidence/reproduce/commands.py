@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from vllm_specinfer.evidence.commands import (
     engine_options,
     fit_options,
     target_of,
+    temperature_option,
+    temperatures_option,
 )
 from vllm_specinfer.evidence.tables import Rows, report
 from vllm_specinfer.options import (
@@ -53,7 +54,11 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_answers(table, 20, [0.0, 1.0])
     _add_ssm(table)
     table.add_argument(
-        "--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="k of 1,1,k,1.."
+        "--widths",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        help="k of 1,1,k,1.. (1 2 3 4 5)",
     )
     table.set_defaults(run=_table2)
 
@@ -61,7 +66,9 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_answers(table, 0, [0.3, 0.7, 1.0])
     _add_ssm(table)
     rules = [rule for rule in VERIFICATIONS if rule != "auto"]
-    table.add_argument("--rules", nargs="+", choices=rules, default=rules)
+    table.add_argument(
+        "--rules", nargs="+", choices=rules, default=rules, help="(all of them)"
+    )
     table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
     table.set_defaults(run=_table3)
 
@@ -81,9 +88,12 @@ def add(commands: "argparse._SubParsersAction") -> None:
     engine_options(table)
     answer_options(table, 30)
     table.add_argument(
-        "--prompts", nargs="+", default=["mtbench", "humaneval"], help=PROMPTS_HELP
+        "--prompts",
+        nargs="+",
+        default=["mtbench", "humaneval"],
+        help=f"{PROMPTS_HELP} (mtbench humaneval)",
     )
-    table.add_argument("--temperature", type=at_least(float, 0), default=0.0)
+    temperature_option(table)
     _add_ssm(table)
     table.add_argument("--tree", default="4,3,2,1", help="recorded (4,3,2,1)")
     fit_options(table)
@@ -105,7 +115,12 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table.add_argument(
         "--context", type=int, default=512, help="positions before (512)"
     )
-    table.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    table.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of K, V and queries (float32)",
+    )
     table.add_argument("--seconds", type=float, default=2.0, help="for each size (2)")
     table.set_defaults(run=_treeattn)
 
@@ -129,16 +144,22 @@ def _add_answers(
 ) -> None:
     engine_options(parser)
     answer_options(parser, max_prompts)
-    parser.add_argument("--prompts", default="mtbench", help=PROMPTS_HELP)
     parser.add_argument(
-        "--temperatures", type=at_least(float, 0), nargs="+", default=temperatures
+        "--prompts", default="mtbench", help=f"{PROMPTS_HELP} (mtbench)"
     )
+    temperatures_option(parser, temperatures)
 
 
 def _add_regime(parser: argparse.ArgumentParser) -> None:
     _add_answers(parser, 20, [0.0])
     _add_ssm(parser)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        help="requests in flight (1 4)",
+    )
     parser.add_argument(
         "--starts", type=int, default=2, help="of each engine, in turn (2)"
     )
@@ -161,8 +182,13 @@ def _shipped(folder: Path, default: Callable[[str], Any]) -> dict[str, Any]:
 def _add_sizes(
     parser: argparse.ArgumentParser, batches: list[int], nodes: list[int]
 ) -> None:
-    parser.add_argument("--batches", type=int, nargs="+", default=batches)
-    parser.add_argument("--nodes", type=int, nargs="+", default=nodes)
+    for name, values, what in (
+        ("--batches", batches, "requests at once"),
+        ("--nodes", nodes, "of every tree"),
+    ):
+        shown = " ".join(map(str, values))
+        text = f"{what} ({shown})"
+        parser.add_argument(name, type=int, nargs="+", default=values, help=text)
 
 
 def _answers(args: argparse.Namespace) -> Any:
@@ -214,10 +240,7 @@ def _scheduler(args: argparse.Namespace) -> int:
     sets = [answers_to(args, name, [args.temperature]) for name in args.prompts]
     from vllm_specinfer.evidence.reproduce.scheduler import USUAL_COSTS, scheduler
 
-    if args.costs is None and args.level_seconds is not None:
-        costs = replace(USUAL_COSTS, level_seconds=args.level_seconds)
-    else:
-        costs = costs_of(args) or USUAL_COSTS
+    costs = costs_of(args) or USUAL_COSTS
     nodes = args.nodes or DEFAULT_NUM_SPECULATIVE_TOKENS
     rows = scheduler(
         sets, args.ssm, args.tree, args.size, costs, nodes, args.out, sys.argv

@@ -13,7 +13,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_specinfer.evidence.engines import cpu_kv_cache, in_a_process, runner_of
+from vllm_specinfer.evidence.engines import (
+    check_arguments,
+    check_cpu,
+    check_one_worker,
+    cpu_kv_cache,
+    in_a_process,
+    runner_of,
+)
 from vllm_specinfer.evidence.tables import Rows
 
 MIB = 1 << 20
@@ -42,6 +49,9 @@ def memory(
     Raises:
         ValueError: The input cannot be used.
     """
+    check_cpu("memory")
+    check_arguments(engine)
+    check_one_worker(engine)
     rows = []
     with tqdm(total=len(batches) * (1 + len(nodes)), desc="engines") as bar:
         for batch in batches:

@@ -23,6 +23,7 @@ from vllm_specinfer.evidence.cpu_attention import (
     causal_attention,
     measure,
 )
+from vllm_specinfer.evidence.engines import check_cpu
 from vllm_specinfer.evidence.tables import Rows
 from vllm_specinfer.kernels.cpu.tree_attention import tree_attention
 from vllm_specinfer.tree.rows import TreeRows
@@ -51,8 +52,9 @@ def treeattn(
         The rows so far.
 
     Raises:
-        ValueError: The context does not fill its blocks.
+        ValueError: The context does not fill its blocks, or this is no CPU.
     """
+    check_cpu("treeattn")
     if context % BLOCK_SIZE:
         raise ValueError(f"context must be a multiple of {BLOCK_SIZE}; got {context}")
     rows = []
