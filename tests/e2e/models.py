@@ -172,10 +172,14 @@ def lora_adapter(folder: Path, seed: int, rank: int = 4) -> str:
     return str(folder)
 
 
-def add_tokenizer(*folders: str) -> None:
+def add_tokenizer(*folders: str, eos: int | None = None) -> None:
     """Give models a tokenizer whose token i is the character chr(32 + i).
 
     A chat is what was said, one message behind the other.
+
+    Args:
+        folders: The models'.
+        eos: The token that ends texts; None where there is none.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -183,11 +187,14 @@ def add_tokenizer(*folders: str) -> None:
     vocab = {chr(32 + i): i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=chr(31 + VOCAB)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # As it is, but that guidance wants to know how bytes are written.
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     chat = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     for folder in folders:
         PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, chat_template=chat
+            tokenizer_object=tokenizer,
+            chat_template=chat,
+            eos_token=None if eos is None else chr(32 + eos),
         ).save_pretrained(folder)
 
 

@@ -9,7 +9,13 @@ import vllm
 
 from tests import processes
 from tests.e2e import engine
-from tests.e2e.models import noisy_copy, tiny_llama
+from tests.e2e.models import (
+    noisy_copy,
+    tiny_llama,
+    tiny_model,
+    untrained_head,
+)
+from tests.e2e.test_greedy import GREEDY, job, prompt
 from vllm_specinfer import cache
 from vllm_specinfer.hooks import compile_cache
 
@@ -62,6 +68,34 @@ def test_the_second_start_compiles_nothing(tmp_path):
     # From C++ only what has been compiled runs its passes over trees.
     *_, from_python_eager = processes.call(generate, {**trees, **eager})
     assert from_python == 0 < from_python_eager
+
+
+def test_compiled_engines_write_the_texts_of_eager_ones(tmp_path):
+    """Prompts in chunks beside trees, both kinds of layers, draws, a head's states."""
+    long = {"max_position_embeddings": 160}
+    alternating = tiny_model("gemma2", seed=0, sliding_window=64, scale=2, **long)
+    alternating.save_pretrained(tmp_path / "alternating")
+    target = tiny_llama(tmp_path / "target", seed=0, **long)
+    head = untrained_head(target, tmp_path / "head")
+    prompts = [prompt(length, length) for length in (3, 40, 90, 31, 100)]
+    params = [
+        {**GREEDY, "max_tokens": 30, "temperature": 0.7 * (i % 2), "seed": i}
+        for i in range(len(prompts))
+    ]
+    llm = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 160}
+    jobs = [
+        job(pair, config, params, prompts, enforce_eager=eager, **llm)
+        for pair, config in (
+            ((str(tmp_path / "alternating"), "suffix"), {}),
+            ((target, head), {"tree": "2,2"}),
+        )
+        for eager in (True, False)
+    ]
+    found = engine.run(jobs, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    for eager, compiled in zip(found[::2], found[1::2], strict=True):
+        for counted in ("tokens", "drafts", "accepted"):
+            assert compiled[counted] == eager[counted], counted
+        assert compiled["accepted"] > compiled["drafts"] / 10
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Targets and SSMs with quantized weights: the text is that of plain decoding.
+"""Targets and SSMs with weights of few bits: the text is that of plain decoding.
 
 Where activations are rounded to eight bits, the last bit of a float decides now and
 then on which side, which moves a logit by some hundredths; half precision moves it by
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e import engine
-from tests.e2e.models import noisy_copy, tiny_llama
+from tests.e2e.models import noisy_copy, tiny_llama, untrained_head
 from tests.e2e.quantized import fp8_cache_copy, quantized_copy
 from tests.e2e.test_greedy import GREEDY, PROMPTS, job
 
@@ -54,13 +54,38 @@ def test_the_text_is_plain_decodings_but_for_ties(tmp_path, name):
         pytest.skip("vLLM's kernels for four bits want AVX-512")
     plain, *trees = engine.run(jobs(tmp_path, name))
     for tree in trees:
-        found = parted(plain, tree)
-        print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step", found)
-        assert found.count(None) >= len(PARAMS) - MOST_PARTED[DTYPES[name]]
-        for i, n in enumerate(found):
-            if n is not None and not PARAMS[i]["temperature"]:
-                assert plain["gaps"][i][0][n] < CLOSE[DTYPES[name]]
+        part_at_ties_only(plain, tree, DTYPES[name])
         assert tree["accepted"] > tree["drafts"] / 2 and tree["branches"] > 10
+
+
+def part_at_ties_only(plain, tree, dtype, most=None):
+    """Few texts part, and greedy ones where two logits are close."""
+    most = MOST_PARTED[dtype] if most is None else most
+    found = parted(plain, tree)
+    print(dtype, 1 + tree["accepted"] / tree["drafts"], "tokens per step", found)
+    assert found.count(None) >= len(PARAMS) - most
+    for i, n in enumerate(found):
+        if n is not None and not PARAMS[i]["temperature"]:
+            assert plain["gaps"][i][0][n] < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_text_is_plain_decodings_in_half_precision(tmp_path, dtype):
+    target = tiny_llama(tmp_path / "target", seed=0)
+    ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
+    head = untrained_head(target, tmp_path / "head")
+    llm = {"params": PARAMS, "prompts": PROMPTS, "dtype": dtype}
+    plain, of_ssm, of_head = engine.run(
+        [
+            {**job((target, None), **llm), "plain_v2": True},
+            job((target, ssm), {"tree": "4,2,2"}, **llm),
+            job((target, head), {"tree": "4,2,2"}, **llm),
+        ]
+    )
+    for tree in (of_ssm, of_head):
+        part_at_ties_only(plain, tree, dtype, most=4)
+    assert of_ssm["accepted"] > of_ssm["drafts"] / 2 and of_ssm["branches"] > 10
+    assert of_head["accepted"] > of_head["drafts"] / 10
 
 
 def cache_jobs(folder):

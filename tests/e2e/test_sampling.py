@@ -28,16 +28,20 @@ def plain(models, params, prompts=None, **llm):
 
 def test_seeded_samples_are_those_of_plain_decoding_for_every_tree(models):
     params = [{**SAMPLED, "seed": 100 + i} for i in range(len(PROMPTS))]
-    trees = [job(models, config, params) for config in TREES.values()]
+    naive = {"verification": "naive"}
+    configs = {**TREES, "naive": naive, "naive, wide": {**naive, **TREES["wide"]}}
+    trees = [job(models, config, params) for config in configs.values()]
     trees.append(job(models, {}, params, batched=False))
     expected, greedy, *trees = engine.run(
         [plain(models, params), plain(models, [GREEDY]), *trees]
     )
     assert expected["tokens"] != greedy["tokens"]
-    for name, tree in zip([*TREES, "batch 1"], trees, strict=True):
+    for name, tree in zip([*configs, "batch 1"], trees, strict=True):
         print(name, 1 + tree["accepted"] / tree["drafts"], "tokens per step")
         assert tree["tokens"] == expected["tokens"], name
-        assert tree["accepted"] > tree["drafts"] / 4, name
+        # Draws of the SSM's own are seldom the target's.
+        least = 50 if "naive" in name else 4
+        assert tree["accepted"] > tree["drafts"] / least, name
 
 
 PARAMETERS = {
@@ -57,6 +61,8 @@ PARAMETERS = {
     "logprobs": {"logprobs": 3},
     "greedy logprobs": {"temperature": 0, "logprobs": 0},
     "prompt logprobs": {"logprobs": 1, "prompt_logprobs": 1},
+    "logprobs of tokens": {"logprob_token_ids": [7, 3, 90], "logprobs": 3},
+    "all logprobs": {"logprobs": -1},
     "several": {"n": 3},
     "all": {
         "temperature": 0.8,
@@ -74,7 +80,7 @@ PARAMETERS = {
 def test_every_sampling_parameter_is_served_as_without_trees(models, mode):
     params = [{**SAMPLED, **extra} for extra in PARAMETERS.values()]
     prompts = [PROMPTS[3 + i % 4] for i in range(len(params))]
-    llm = {"logprobs_mode": mode, "max_num_seqs": 5}
+    llm = {"logprobs_mode": mode, "max_num_seqs": 5, "max_logprobs": -1}
     expected, tree, wide = engine.run(
         [
             plain(models, params, prompts, **llm),
@@ -128,6 +134,81 @@ def test_drawn_trees_repeat_and_report_the_targets_log_probabilities(models, rul
             same_logprobs(got["logprobs"][i][0], wanted)
     (repeated,) = engine.run([job(models, config, params, batched=False)])
     assert repeated["tokens"] == tree["tokens"]
+
+
+@pytest.mark.parametrize("rule", ["mss", "rrs"])
+def test_draws_are_tested_behind_the_path_that_rows_look_back_on(models, rule):
+    """Where but one token can be drawn, the text is known: the greedy one's."""
+    add_tokenizer(*models)
+    llm = {
+        "skip_tokenizer_init": False,
+        "logits_processors": ["tests.e2e.processors:TwoBack"],
+    }
+    prompts = PROMPTS[3:]
+    (free,) = engine.run([plain(models, [GREEDY], prompts, **llm)])
+    text = "".join(chr(32 + token) for token in free["tokens"][0][0])
+    constraints = [
+        {"bad_words": [text[1:3], text[7:9], text[10:13]]},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.7},
+        {"structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){6,9}"}},
+        {"extra_args": {"two_back": 4.0}},
+    ]
+    params = [{**SAMPLED, "top_k": 1, **c} for c in constraints]
+    wide = job(models, {"verification": rule, **TREES["wide"]}, params, prompts, **llm)
+    expected, *trees, wrong = engine.run(
+        [
+            plain(models, [{**GREEDY, **c} for c in constraints], prompts, **llm),
+            job(models, {"verification": rule}, params, prompts, **llm),
+            wide,
+            {**wide, "mutation": "look_back"},
+        ]
+    )
+    for found, without, constraint in zip(
+        expected["tokens"], free["tokens"], constraints, strict=True
+    ):
+        assert found != without, constraint
+    for tree in trees:
+        assert tree["tokens"] == expected["tokens"]
+        assert tree["accepted"] > tree["drafts"] / 20
+    # The three that no grammar holds to their text and no processor pushes.
+    for i in range(3):
+        assert wrong["tokens"][i] != expected["tokens"][i], constraints[i]
+
+
+def test_thinking_budgets_end_on_the_path_of_each_row(models):
+    add_tokenizer(*models)
+    llm = {
+        "skip_tokenizer_init": False,
+        "reasoning_config": {"reasoning_start_str": "!", "reasoning_end_str": "#$"},
+    }
+    kinds = [
+        {**kind, "seed": i, **budget}
+        for kind in (GREEDY, SAMPLED)
+        for i, budget in enumerate(
+            [{}, *({"thinking_token_budget": n} for n in (0, 1, 3, 9, 30))]
+        )
+    ]
+    thinking = [*PROMPTS[3], 1]
+    prompts = [thinking] * len(kinds)
+    expected, *trees, wrong = engine.run(
+        [
+            plain(models, kinds, prompts, **llm),
+            job(models, {}, kinds, prompts, **llm),
+            job(models, TREES["wide"], kinds, prompts, **llm),
+            {
+                **job(models, TREES["wide"], kinds, prompts, **llm),
+                "mutation": "look_back",
+            },
+        ]
+    )
+    for tree in trees:
+        assert tree["tokens"] == expected["tokens"]
+        assert tree["accepted"] > tree["drafts"] / 10
+    assert wrong["tokens"] != expected["tokens"]
+    for params, (tokens,) in zip(kinds, expected["tokens"], strict=True):
+        if (budget := params.get("thinking_token_budget")) is not None:
+            assert tokens[budget : budget + 2] == [3, 4], budget
 
 
 def test_the_equality_tests_see_each_wrong_rule(models):

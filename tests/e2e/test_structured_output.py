@@ -31,16 +31,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("models")
     target = tiny_llama(folder / "target", seed=0, scale=3, eos_token_id=95)
     pair = target, noisy_copy(target, folder / "ssm", noise=0.02)
-    add_tokenizer(*pair)
+    add_tokenizer(*pair, eos=95)
     return pair
 
 
-def test_structured_output_is_that_of_plain_decoding(models):
-    llm = {"skip_tokenizer_init": False}
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
+def test_structured_output_is_that_of_plain_decoding(models, backend):
+    llm = {
+        "skip_tokenizer_init": False,
+        "structured_outputs_config": {"backend": backend},
+    }
+    grammars = list(GRAMMARS.values())
+    if backend == "outlines":
+        grammars[-1] = grammars[0]  # it has none
     params = [
         {**kind, "structured_outputs": grammar, "ignore_eos": False}
         for kind in (GREEDY, SAMPLED)
-        for grammar in GRAMMARS.values()
+        for grammar in grammars
     ]
     params += [GREEDY, SAMPLED]
     prompts = [PROMPTS[3 + i % 4] for i in range(len(params))]
