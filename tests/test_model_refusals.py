@@ -327,6 +327,27 @@ def test_a_layer_that_its_config_did_not_show_is_refused(layer, kind):
     assert f"got {kind}" in reason and "layers.0" in reason
 
 
+def test_a_layer_that_changes_what_a_backend_builds_is_refused():
+    """As vLLM's layers of prefix language models do; their configs do not show it."""
+    from vllm.model_executor.layers.attention.encoder_only_attention import (
+        create_encoder_only_attention_backend,
+    )
+
+    from vllm_specinfer.attention.cpu import CPUTreeAttentionBackend
+
+    class PrefixAttention(SimpleNamespace):
+        pass
+
+    changed = create_encoder_only_attention_backend(CPUTreeAttentionBackend)
+    for backend, reason in (
+        (changed, "PrefixAttention"),
+        (CPUTreeAttentionBackend, ""),
+    ):
+        layer = PrefixAttention(attn_backend=backend)
+        found = model_refusals.layer_reason([("layers.0", layer)], 1)
+        assert reason in (found or "") and (found is None) == (not reason)
+
+
 def window_reason(window, words, name="layers.0"):
     impl = SimpleNamespace(sliding_window=window, alibi_slopes=None)
     layer = SimpleNamespace(sliding_window=None, impl=impl)

@@ -28,7 +28,7 @@ def test_the_v1_runner_is_refused(refusal, monkeypatch):
             "data_parallel_size must be 1 for a mixture of experts",
         ),
         ({"enable_dbo": True}, "enable_dbo and ubatch_size must be left out"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype must be one of auto, float16"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype must be one of auto, bfloat16"),
         ({"kv_cache_dtype": "nvfp4"}, "this CPU with method specinfer; got 'nvfp4'"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size must be left out"),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling must"),
@@ -117,7 +117,9 @@ def test_the_same_type_of_cache_is_accepted_for_an_ssm_with_a_scheme():
 
 def test_fp8_kv_needs_what_vllms_kernels_need(monkeypatch):
     plain, fp8 = (
-        SimpleNamespace(model_arch_config=SimpleNamespace(**config))
+        SimpleNamespace(
+            model_arch_config=SimpleNamespace(**config), dtype=torch.bfloat16
+        )
         for config in ({"quantization_config": None}, FP8_KV)
     )
     cases = [("fp8", plain), ("fp8_e5m2", plain), ("auto", fp8), ("auto", plain)]
@@ -132,6 +134,10 @@ def test_fp8_kv_needs_what_vllms_kernels_need(monkeypatch):
     assert refused(is_cpu=True) == [False, False, False, False]
     assert refused(is_cpu=True, avx512=False) == [True, True, True, False]
     assert refused(is_cpu=False) == [False, True, False, False]
+    # 16 bits are the target's own, or none.
+    float32 = SimpleNamespace(**{**vars(plain), "dtype": torch.float32})
+    cases = [("bfloat16", plain), ("float16", plain), ("bfloat16", float32)]
+    assert refused(is_cpu=True) == refused(is_cpu=False) == [False, True, True]
 
 
 @pytest.fixture

@@ -129,6 +129,13 @@ def layer_reason(
                 return _layer_sentence(name, "chunked-local attention")
             if (kind := getattr(holder, "attn_type", "decoder")) != "decoder":
                 return _layer_sentence(name, f"{kind} attention")
+        backend = getattr(layer, "attn_backend", None)
+        builder = backend and backend.get_builder_cls()
+        # vLLM has layers that change what a backend's builder makes of a step.
+        if getattr(builder, "takes_trees", False) and "takes_trees" not in vars(
+            builder
+        ):
+            return _layer_sentence(name, type(layer).__name__)
         if getattr(layer, "kv_lora_rank", None) is not None:
             return _layer_sentence(name, "MLA")
         if hasattr(layer, "mamba_type"):

@@ -188,9 +188,12 @@ def cache_dtype_reason(
     """
     by_checkpoint = cache_dtype == "auto" and _has_cache_scheme(target)
     fp8 = _cpu_fp8_kv_dtypes() if is_cpu else FP8_KV_DTYPES
-    if (FP8_KV_DTYPES[0] if by_checkpoint else cache_dtype) in PLAIN_KV_DTYPES + fp8:
+    # vLLM 0.33 refuses other 16-bit types than the target's, too.
+    own = str(target.dtype).removeprefix("torch.")
+    plain = ("auto", own) if own in PLAIN_KV_DTYPES else ("auto",)
+    if (FP8_KV_DTYPES[0] if by_checkpoint else cache_dtype) in plain + fp8:
         return None
-    plain = PLAIN_KV_DTYPES[1:] if by_checkpoint else PLAIN_KV_DTYPES
+    plain = plain[1:] if by_checkpoint else plain
     asked = " and a kv_cache_scheme, which makes it fp8" if by_checkpoint else ""
     return (
         f"kv_cache_dtype must be one of {', '.join(plain + fp8)} on this "

@@ -45,6 +45,7 @@ class Chain:
         self.tokens, self.chance, self.asked = tokens, chance, []
         self.calibration, self.work = Calibration(), (0, 0)
         self.predictor = self.on_device = None
+        self.behind = 0
         self.ssm = self.kv = self
 
     def num_unread(self, slots, num_tokens):
@@ -52,6 +53,12 @@ class Chain:
 
     def skip(self, step):
         pass
+
+    def is_far_behind(self, step):
+        return self.behind > 0
+
+    def read_some(self, step):
+        self.behind -= 1
 
     def propose(self, step):
         n = len(self.tokens)
@@ -91,6 +98,23 @@ def test_the_budget_hears_what_the_ssms_have_not_read_and_what_lookups_found():
     (*first, known, most), second = told
     assert first == [1, 5] and second == (1, 5, None, 3)
     assert np.exp(known) == pytest.approx(np.array([[0.1, 0.01]])) and most == 3
+
+
+def test_ssms_that_sat_out_for_long_read_in_pieces_before_they_are_asked():
+    budget, asked = Budget(), []
+    budget.drafts = lambda *args: asked.append(args) or True
+    near, far = Chain([1], 0.9), Chain([2], 0.9)
+    far.behind = 2
+    sources = SourceSet([], [near, far], SHAPE, 3, budget)
+    for left in (1, 0):
+        drafts = sources.propose(STEP)
+        assert drafts.reasons == {0: BUDGET} and drafts.work is None
+        assert far.behind == left and not near.asked
+    assert sources.propose(STEP).counts == [1, 1]
+    # That it pays was asked once, not while they read.
+    assert len(asked) == 1
+    sources.propose(STEP)
+    assert len(asked) == 2
 
 
 def test_smaller_trees_are_asked_for_where_a_step_takes_no_larger_ones():

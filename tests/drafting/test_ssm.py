@@ -15,6 +15,7 @@ from vllm_specinfer.drafting.graphs import PassRows
 from vllm_specinfer.drafting.ssm import NeuralSSM
 
 SLOTS, SIZE, MOST_BLOCKS, WINDOW = 2, 2, 40, 5
+MOST_ROWS = 7
 MAX_LEN = SIZE * MOST_BLOCKS
 VOCAB = 3
 
@@ -43,14 +44,17 @@ class Engine:
         ssm.device, ssm.max_model_len = torch.device("cpu"), MAX_LEN
         ssm.kv = draft_kv(SLOTS, ssm.lookahead)
         ssm._run_rows, ssm._last = self._run_rows, lambda *_: None
+        ssm._scheduler_config = SimpleNamespace(max_num_batched_tokens=MOST_ROWS)
         # By KV slot: the text whose last token's K/V is there.
         self.memory = np.full(SLOTS * MAX_LEN, None, object)
         self.texts = [[] for _ in range(SLOTS)]
         self.unheard, self.mode = [], "read"
-        # Steps that were followed, and cached rows that the SSM knew.
-        self.num_followed = self.num_cached = 0
+        # Steps that were followed, steps of which only some was read, and cached rows
+        # that the SSM knew.
+        self.num_followed = self.num_partly = self.num_cached = 0
 
     def _run_rows(self, rows, states):
+        self.num_rows = len(rows.tokens)
         self.ssm.kv.overwrite(rows.kv_slots)
         owners = np.repeat(rows.slots, np.diff(rows.starts))
         for slot, position, kv_slot, token in zip(
@@ -119,14 +123,23 @@ class Engine:
             self.follow(slots, before)
         else:
             self.hear(0)
-            self.ssm.catch_up(
-                SimpleNamespace(
-                    slots=slots,
-                    growing=np.arange(len(slots)),
-                    num_tokens=lengths,
-                    all_token_ids=self.tokens(),
-                )
+            step = SimpleNamespace(
+                slots=slots,
+                growing=np.arange(len(slots)),
+                num_tokens=lengths,
+                all_token_ids=self.tokens(),
             )
+            unread = self.ssm.kv.num_unread(slots, lengths)
+            if self.ssm.is_far_behind(step):
+                self.num_partly += 1
+                self.ssm.read_some(step)
+                self.ssm.skip(step)
+                assert self.num_rows == MOST_ROWS < unread
+                left = self.ssm.kv.num_unread(slots, lengths)
+                assert left == unread - MOST_ROWS
+            else:
+                self.ssm.catch_up(step)
+                assert self.num_rows <= 2 * MOST_ROWS + len(slots)
 
     def follow(self, slots, before):
         """What the device does: the last step's tokens, then scratch behind them."""
@@ -170,7 +183,7 @@ def test_what_counts_as_read_is_there(seed):
             num_read = engine.ssm.kv.num_read(np.array([slot]))[0]
             assert num_read <= len(engine.texts[slot])
             assert engine.is_read(slot, num_read)
-    assert engine.num_followed > 20
+    assert engine.num_followed > 20 and engine.num_partly > 10
     assert engine.num_cached > 0
 
 

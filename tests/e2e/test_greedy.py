@@ -156,6 +156,25 @@ def test_a_batch_schedule_caps_the_trees(models):
     assert 2.5 * few["drafts"] < few["drafted"] <= 3 * few["drafts"]
 
 
+def test_ssms_that_sat_out_for_long_read_in_pieces(models):
+    """While eight requests run there are no trees; then four have much to read."""
+    schedule = [[1, 4, 8], [5, 8, 0]]
+    config = {"num_speculative_tokens_per_batch_size": schedule}
+    prompts = [prompt(90 + n, n) for n in range(8)]
+    params = [{**GREEDY, "max_tokens": 20 + 60 * (n % 2)} for n in range(8)]
+    chunks = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}
+    plain, tree = engine.run(
+        [
+            job(models, None, params, prompts),
+            job(models, config, params, prompts, **chunks),
+        ]
+    )
+    assert tree["tokens"] == plain["tokens"]
+    assert tree["accepted"] > tree["drafts"] / 2
+    # 64 in a step until no more than 128 are left.
+    assert 8 <= tree["metrics"]["plain_request_steps budget"] <= 32
+
+
 def test_steps_of_few_rows_do_without_vllms_attention(models):
     few = [p for p in PROMPTS if len(p) <= 17]
     tree = job(models, TREES["wide"], prompts=few)

@@ -1,5 +1,7 @@
 """Rows of a step are everybody's: trees leave some to other requests and to prompts."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.scheduling.block_worker import (
@@ -8,6 +10,7 @@ from tests.scheduling.block_worker import (
     AsyncEngine,
     Engine,
     make_scheduler,
+    vllm_config,
 )
 from vllm_specinfer.scheduling.step_stats import NO_ROOM, SCHEDULE, WorkerStats
 
@@ -37,6 +40,18 @@ def make(request):
         return engine
 
     return made
+
+
+def test_a_schedule_that_vllm_drops_under_data_parallelism_is_kept(monkeypatch):
+    spec = vllm_config(False).speculative_config
+    assert spec.num_speculative_tokens_per_batch_size is None
+    schedule = [[1, 2, 3], [3, SLOTS, 0]]
+    options = replace(spec.options, batch_schedule=schedule)
+    monkeypatch.setattr(spec, "options", options)
+    scheduler = make_scheduler()
+    assert scheduler.dynamic_sd_lookup[1:] == [3, 3, 0, 0]
+    # A request without a node is one of the schedule's, not one without room.
+    assert not scheduler._reasons
 
 
 def test_no_request_waits_for_the_trees_of_others(make):

@@ -80,6 +80,10 @@ class EagleHead(NeuralSSM):
             self._add(slot, states)
         return super().catch_up(step)
 
+    def is_far_behind(self, step: DraftStep) -> bool:
+        """Never: what it has not read is kept, and bounded by that."""
+        return False
+
     def is_full(self, num_more: int = 0) -> bool:
         """With so many rows more, more are kept than should be: it is time to read."""
         return self._num_kept + num_more > self._most_kept

@@ -106,6 +106,8 @@ class SourceSet:
         # The lowest score of a node: what an SSM would not drop is kept.
         self.least = min((ssm.least for ssm in ssms), default=tree.least_score)
         self._budget = budget
+        # It has been decided to ask SSMs that have to read before.
+        self._reading = False
         self.experience = Experience(self.all(), budget)
 
     @property
@@ -199,6 +201,7 @@ class SourceSet:
                 asks = not sure and self._asks_ssms(step, scores, most)
             else:
                 asks = decided.asks
+            asks = asks and not self._reads_first(step)
             if asks:
                 asked, work = self._ask_ssms(step, least, most)
                 proposals += asked
@@ -233,9 +236,23 @@ class SourceSet:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
         if not self.ssms:
             return False
+        if self._reading:
+            return True
         kv_of_ssms = [source.ssm.kv for source in self.ssms]
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
         return self._budget.drafts(len(step.growing), unread, known, most)
+
+    def _reads_first(self, step: DraftStep) -> bool:
+        """Whether SSMs that have sat out for long only read in this step.
+
+        All of it at once would keep every request waiting; vLLM, too, reads prompts in
+        pieces of that size.
+        """
+        behind = [source.ssm for source in self.ssms if source.ssm.is_far_behind(step)]
+        for ssm in behind:
+            ssm.read_some(step)
+        self._reading = bool(behind)
+        return self._reading
 
     def _ask_ssms(
         self, step: DraftStep, least: np.ndarray, most: int

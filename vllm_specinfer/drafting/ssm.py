@@ -143,35 +143,59 @@ class NeuralSSM:
         Returns:
             [R, hidden] hidden states of the growing requests' last tokens.
         """
-        slots, growing = step.slots, step.growing
+        growing = step.growing
         num_rows = step.num_tokens - self.lookahead
-        first = self.kv.num_read(slots)
+        first = self.kv.num_read(step.slots)
         # Whoever wants a hidden state runs at least its last token.
         first[growing] = np.minimum(first[growing], num_rows[growing] - 1)
         counts = np.maximum(num_rows - first, 0)
-        self.kv.keep_up(slots)
+        self.kv.keep_up(step.slots)
         part = np.flatnonzero(counts)
         if not len(part):
             return torch.empty(0, 0)
-        slots, first, counts = slots[part], first[part], counts[part]
-        starts = np.zeros(len(part) + 1, np.int32)
+        hidden = self._read(step, part, first[part], counts[part])
+        last = (np.cumsum(counts[part]) - 1)[np.searchsorted(part, growing)]
+        return self._last(hidden, stage(self.device, last)[0])
+
+    def is_far_behind(self, step: DraftStep) -> bool:
+        """Catching up would take longer than any prompt's step: all would wait for it.
+
+        A step's own tokens, and the drafted ones among them, are no more than this.
+        """
+        unread = self.kv.num_unread(step.slots, step.num_tokens)
+        return unread > 2 * self._scheduler_config.max_num_batched_tokens
+
+    def read_some(self, step: DraftStep) -> None:
+        """Run as many of the tokens it has not seen as a step may have."""
+        first = self.kv.num_read(step.slots)
+        counts = np.maximum(step.num_tokens - self.lookahead - first, 0)
+        most = self._scheduler_config.max_num_batched_tokens
+        counts = np.diff(np.minimum(np.cumsum(counts), most), prepend=0)
+        part = np.flatnonzero(counts)
+        self._read(step, part, first[part], counts[part])
+
+    def _read(
+        self, step: DraftStep, part: np.ndarray, first: np.ndarray, counts: np.ndarray
+    ) -> torch.Tensor:
+        """[F, hidden] of so many rows [r] from `first` [r] on, of requests [r]."""
+        slots, starts = step.slots[part], np.zeros(len(part) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
         row_slots = np.repeat(slots, counts)
+        ends = first + counts
         rows = PassRows.chains(
             slots,
             starts,
-            seq_lens=num_rows[part].astype(np.int32),
+            seq_lens=ends.astype(np.int32),
             tokens=step.all_token_ids[row_slots, positions + self.lookahead],
             positions=positions,
             kv_slots=self.kv.kv_slots(row_slots, positions),
         )
         hidden = self._run_rows(rows, self._states(slots, counts))
         self.kv.read_again(slots, first)  # a block's last token, perhaps
-        for slot, num_tokens in zip(slots.tolist(), step.num_tokens[part], strict=True):
-            self.kv.has_read(slot, int(num_tokens), step.all_token_ids[slot])
-        last = (starts[1:] - 1)[np.searchsorted(part, growing)]
-        return self._last(hidden, stage(self.device, last)[0])
+        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+            self.kv.has_read(slot, end + self.lookahead, step.all_token_ids[slot])
+        return hidden
 
     def run_level(
         self, frontier: Frontier, slots: np.ndarray, num_tokens: np.ndarray

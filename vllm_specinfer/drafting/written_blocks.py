@@ -57,9 +57,12 @@ class WrittenBlocks:
         self._digests[blocks[: len(chain)]] = chain
 
     def _chain(self, slot: int, tokens: np.ndarray) -> list[int]:
-        """Digests of those prefixes of the tokens [int32] that end with a block."""
+        """Digests of those prefixes of the tokens [int32] that end with a block.
+
+        Those of cached tokens may be known that are none of these yet.
+        """
         chain, size = self._chains[slot], self._block_size
         for i in range(len(chain), len(tokens) // size):
             block = tokens[i * size : (i + 1) * size].tobytes()
             chain.append(hash((chain[-1] if chain else _UNKNOWN, block)))
-        return chain
+        return chain[: len(tokens) // size]

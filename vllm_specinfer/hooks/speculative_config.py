@@ -41,7 +41,9 @@ def install() -> None:
             )
         return _create(self, target_model_config, target_parallel_config)
 
-    wrap(EngineArgs, "create_speculative_config", create)
+    # Without it vLLM is not a known one, and knows no method of this name.
+    if hasattr(EngineArgs, "create_speculative_config"):
+        wrap(EngineArgs, "create_speculative_config", create)
 
 
 def _method(args: "EngineArgs") -> str | None:

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.hooks import cpu_v2
@@ -47,6 +48,13 @@ class SpecInferScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         # What the worker says, and what it is: it knows how many nodes, not why.
         self._reasons: dict[str, str] = {}
+        schedule = self.vllm_config.speculative_config.options.batch_schedule
+        if self.dynamic_sd_lookup is None and schedule is not None:
+            # vLLM drops it under data parallelism, whose ranks must take equal steps;
+            # those of dense models need not.
+            self.dynamic_sd_lookup = build_dynamic_sd_schedule_lookup(
+                *(schedule, self.scheduler_config.max_num_seqs, self.num_spec_tokens)
+            )
         if self.dynamic_sd_lookup is None:
             # Without one, a request that joins by one token gets rows for a whole tree,
             # for which there is no tree and perhaps no room.

@@ -130,7 +130,7 @@ class DeviceTreeSampler(TreeSampler):
             _chosen(
                 placed(len(targets), zip(chunks, found, strict=True)), trees.first, path
             ),
-            None if num_nans[0] is None else _joined(num_nans)[trees.first],
+            _nans_on_path(num_nans, trees.first, path, count),
         )
 
     def profile(self, logits: torch.Tensor) -> None:
@@ -176,11 +176,10 @@ class DeviceTreeSampler(TreeSampler):
         plan: StepPlan | DevicePlan | None,
         requests: Sequence[int],
         paths: list[list[int]],
-        rows: np.ndarray,
     ) -> tuple[np.ndarray, DrawsOfRows]:
         """As `TreeSampler`; of trees that only the device knows, theirs."""
         if not isinstance(plan, DevicePlan):
-            return super()._draws(plan, requests, paths, rows)
+            return super()._draws(plan, requests, paths)
         there = np.flatnonzero(plan.is_tree[requests])
         slots = plan.slots[requests][there].astype(np.int64)
         nodes = np.array([last_row(path) for path in paths])[there]
@@ -189,7 +188,7 @@ class DeviceTreeSampler(TreeSampler):
             device = plan.buffers.tokens.device
             return plan.buffers.draws.of(*stage(device, slots[kept], nodes[kept]))
 
-        return rows[there], draws_of
+        return there, draws_of
 
     def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """[G, 1] likeliest tokens of rows, on the device."""
@@ -210,6 +209,27 @@ def _most_rows(logits: torch.Tensor) -> int:
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors one after the other; one alone as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _nans_on_path(
+    parts: Sequence[torch.Tensor | None],
+    first: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+) -> torch.Tensor | None:
+    """[R] NaNs in the logits of emitted tokens, where all rows' are counted.
+
+    Args:
+        parts: Those of all rows, in parts.
+        first: [R] first row of each request.
+        path: [R, N] rows that it has accepted.
+        count: [R] how many they are.
+    """
+    if parts[0] is None:
+        return None
+    found, depths = _joined(parts), torch.arange(path.shape[1], device=path.device)
+    on_path = found[first[:, None] + path] * (depths < count[:, None])
+    return found[first] + on_path.sum(dim=1, dtype=found.dtype)
 
 
 def _chosen(

@@ -21,7 +21,8 @@ from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
 from vllm_specinfer.verify.chains import Chains, last_row, looks_back
-from vllm_specinfer.verify.logprobs import placed, taken
+from vllm_specinfer.verify.logprobs import placed
+from vllm_specinfer.verify.processed import ProcessedSampler, process
 from vllm_specinfer.verify.stochastic import DrawsOfRows, DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
 
@@ -73,9 +74,8 @@ class TreeSampler:
         self._positions = positions
         self._commit = commit
         self._on_time = on_time
-        self._tests: DrawTestingSampler | None = None
-        if tests_draws:
-            self._tests = self.tester(sampler)
+        self._tests = self.tester(sampler) if tests_draws else None
+        self._processed = self._tests or ProcessedSampler(sampler)
         # By slot what `_only_draws` found of its request.
         self._answers = np.full(len(sampler.needs_logits_processing), UNKNOWN, np.int8)
 
@@ -164,41 +164,29 @@ class TreeSampler:
         # Each is there once, whatever its rows: processors count by request.
         each = np.unique(requests)
         slot_of_each = batch.idx_mapping_np[each]
-        chains = self._chains(plan, slots, first, paths, logits.device)
-        counts, rows = chains.counts, chains.rows
-        ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        slot_of_row = np.repeat(slots, counts)
-        which, mapping, expanded, cu_num_logits, last = stage(
-            logits.device, each, slot_of_each, slot_of_row, ends, ends[1:] - 1
-        )
-        logits = logits[rows]
-        view = replace(
+        which, mapping = stage(logits.device, each, slot_of_each)
+        batch = replace(
             batch,
             num_reqs=len(each),
             idx_mapping=mapping,
             idx_mapping_np=slot_of_each,
             positions=self._row_positions(batch, plan),
-            expanded_idx_mapping=expanded,
-            expanded_local_pos=chains.before,
             seq_lens=batch.seq_lens[which],
             seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[each],
-            logits_indices=batch.logits_indices[rows],
-            cu_num_logits=cu_num_logits,
-            cu_num_logits_np=ends,
         )
-        if self._tests is None:
-            output = self.sampler(logits, view)
-        else:
-            self._tests.expect(
-                *self._draws(plan, requests, paths, ends[1:] - 1), slot_of_row
-            )
-            output = self._tests(logits, view)
-        output.sampled_token_ids = output.sampled_token_ids[last]
-        if output.num_nans is not None:
-            output.num_nans = output.num_nans[last]
-        if (found := output.logprobs_tensors) is not None:
-            output.logprobs_tensors = taken(found, last)
-        return output
+        chains = self._chains(plan, slots, first, paths, logits.device)
+        counts, rows, before = chains.counts, chains.rows, chains.before
+        view, logits = _with_rows(batch, slots, counts, rows, before), logits[rows]
+        processed = process(self.sampler, logits, view)
+        if (counts > 1).any():
+            (last,) = stage(logits.device, np.cumsum(counts) - 1)
+            logits, processed = logits[last], processed[last]
+            counts, rows, before = np.ones_like(counts), rows[last], before[last]
+            view = _with_rows(batch, slots, counts, rows, before)
+        if self._tests is not None:
+            self._tests.expect(*self._draws(plan, requests, paths), slots)
+        self._processed.processed = processed
+        return self._processed(logits, view)
 
     def _chains(
         self,
@@ -292,7 +280,6 @@ class TreeSampler:
         plan: StepPlan | None,
         requests: Sequence[int],
         paths: list[list[int]],
-        rows: np.ndarray,
     ) -> tuple[np.ndarray, DrawsOfRows]:
         """What `DrawTestingSampler.expect` wants to know.
 
@@ -300,7 +287,6 @@ class TreeSampler:
             plan: The step's trees.
             requests: [G] batch indices.
             paths: [G] as in `_sample`.
-            rows: [G] the logits row at the end of each path.
         """
         draws = []
         if plan is not None:
@@ -310,7 +296,9 @@ class TreeSampler:
             ]
         there = [g for g, of_row in enumerate(draws) if of_row is not None]
         known = [draws[g] for g in there]
-        return rows[there], lambda kept: stacked([known[g] for g in kept.tolist()])
+        return np.array(there, np.int64), lambda kept: stacked(
+            [known[g] for g in kept.tolist()]
+        )
 
     def _only_draws(self, slots: np.ndarray) -> bool:
         """Nothing is asked of these requests' rows but a draw at some temperature.
@@ -361,7 +349,7 @@ class TreeSampler:
             tokens,
             num_tokens,
             _joined_logprobs(counts, levels, tokens.device),
-            levels[0][1].num_nans if levels else None,
+            _summed_nans(len(counts), levels),
         )
 
     def _emitted(
@@ -379,7 +367,7 @@ class TreeSampler:
             tokens: [R, n] emitted tokens.
             num_tokens: [R] int32 how many they are.
             logprobs: Of the emitted tokens.
-            num_nans: [R] in the logits of the roots, where they are counted.
+            num_nans: [R] in the logits of the emitted tokens, where they are counted.
         """
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_tokens,
@@ -395,6 +383,38 @@ class TreeSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+
+def _with_rows(
+    batch: InputBatch,
+    slots: np.ndarray,
+    counts: np.ndarray,
+    rows: torch.Tensor,
+    before: torch.Tensor,
+) -> InputBatch:
+    """A batch of these rows [n], so many of each slot [G]; `before` as of `Chains`."""
+    ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    expanded, cu_num_logits = stage(rows.device, np.repeat(slots, counts), ends)
+    return replace(
+        batch,
+        expanded_idx_mapping=expanded,
+        expanded_local_pos=before,
+        logits_indices=batch.logits_indices[rows],
+        cu_num_logits=cu_num_logits,
+        cu_num_logits_np=ends,
+    )
+
+
+def _summed_nans(
+    num_reqs: int, levels: list[tuple[Sequence[int], SamplerOutput]]
+) -> torch.Tensor | None:
+    """[R] NaNs of all levels, where they are counted."""
+    if not levels or levels[0][1].num_nans is None:
+        return None
+    total = levels[0][1].num_nans.new_zeros(num_reqs)
+    for requests, output in levels:
+        total[list(requests)] += output.num_nans
+    return total
 
 
 def _joined_logprobs(

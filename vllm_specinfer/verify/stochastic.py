@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm_specinfer.device import read, stage
 from vllm_specinfer.noise import DRAFT_NOISE_SALT, uniform
 from vllm_specinfer.tree.proposals import NO_CANDIDATE, NO_DRAW, Draws
+from vllm_specinfer.verify.processed import ProcessedSampler
 
 # Plain draws use positions as they are, drafts one salt: the tests and the draws from
 # what they leave have streams of their own.
@@ -68,16 +69,12 @@ def verify_draws(
     return found, p
 
 
-class DrawTestingSampler(Sampler):
-    """vLLM's sampler, but rows with drawn children take the token their tests give.
-
-    It shares the states of the sampler it is made from, so processors and log
-    probabilities are vLLM's own.
-    """
+class DrawTestingSampler(ProcessedSampler):
+    """Rows with drawn children take the token their tests give."""
 
     def __init__(self, sampler: Sampler) -> None:
         """Share `sampler`."""
-        self.__dict__.update(sampler.__dict__)
+        super().__init__(sampler)
         self._rows = self._slots = np.empty(0, np.int64)
         self._draws_of: DrawsOfRows | None = None
 
@@ -87,7 +84,7 @@ class DrawTestingSampler(Sampler):
         """Say what the rows of the next call are.
 
         Args:
-            rows: [G] logits rows below which children may have been drawn.
+            rows: Those [g] of the L below which children may have been drawn.
             draws_of: Gives those of some of them.
             slots: [L] request slot of each logits row.
         """
