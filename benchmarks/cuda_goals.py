@@ -37,12 +37,20 @@ def kernels(args: argparse.Namespace) -> str:
 def steps(args: argparse.Namespace) -> str:
     """Seconds of a step by nodes per tree, all nodes in every step."""
     prompts = assets.prompt_ids(args.data, max(args.batches), args.target)
-    return _steps(args, "steps", args.target, args.first_ssm, prompts, {})
+    model = args.target, args.first_ssm, prompts, args.max_tokens, {}
+    return _steps(args, "steps", _static_engine(args, *model), prompts)
 
 
 def steps_8b(args: argparse.Namespace) -> str:
-    """`steps` of a large target, its weights and the SSM's random."""
-    return _steps(args, "steps_8b", *_large(args))
+    """`steps` of a large target, its weights and the SSM's random; and `_busy`.
+
+    Raises:
+        ValueError: As `_busy`.
+    """
+    target, ssm, prompts, engine = _large(args)
+    num_tokens = max(args.max_tokens, _num_profiled(args))
+    llm = _static_engine(args, target, ssm, prompts, num_tokens, engine)
+    return _steps(args, "steps_8b", llm, prompts) + "\n" + _busy(args, llm, prompts)
 
 
 def _large(args: argparse.Namespace) -> tuple[str, str, list[list[int]], dict]:
@@ -71,14 +79,8 @@ def _write_config(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def _steps(
-    args: argparse.Namespace,
-    out: str,
-    target: str,
-    ssm: str,
-    prompts: list[list[int]],
-    engine: dict[str, Any],
+    args: argparse.Namespace, out: str, llm: Any, prompts: list[list[int]]
 ) -> str:
-    llm = _static_engine(args, target, ssm, prompts, args.max_tokens, engine)
     speculator, timings = runner_of(llm).speculator, []
     speculator.budget.observe_step = lambda _, seconds, __: timings.append(seconds)
     params = _plain_text(args.max_tokens)
@@ -154,7 +156,13 @@ def _nodes(speculator: Any, num_nodes: int) -> Iterator[None]:
     speculator.propose = propose
 
 
-def busy(args: argparse.Namespace) -> str:
+def _num_profiled(args: argparse.Namespace) -> int:
+    """Tokens that no request may exceed while the profiler looks on."""
+    num_steps = FIRST_STEPS + UNCOUNTED_STEPS + PROFILED_STEPS
+    return num_steps * (1 + max(args.nodes))
+
+
+def _busy(args: argparse.Namespace, llm: Any, prompts: list[list[int]]) -> str:
     """The part of a speculative step's time in which the device works.
 
     Raises:
@@ -164,12 +172,9 @@ def busy(args: argparse.Namespace) -> str:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    target, ssm, prompts, engine = _large(args)
     most_nodes, num_steps = max(args.nodes), UNCOUNTED_STEPS + PROFILED_STEPS
-    num_tokens = (FIRST_STEPS + num_steps) * (1 + most_nodes)
-    llm = _static_engine(args, target, ssm, prompts, num_tokens, engine)
     speculator, engine = runner_of(llm).speculator, llm.llm_engine
-    params, rows = _plain_text(num_tokens), []
+    params, rows = _plain_text(_num_profiled(args)), []
     for batch, num_nodes in itertools.product(args.batches, (most_nodes, 0)):
         with _nodes(speculator, num_nodes):
             for i, ids in enumerate(prompts[:batch]):
@@ -219,16 +224,18 @@ def busy_share(spans: list[tuple[float, float]]) -> float:
 
 def speed(args: argparse.Namespace) -> str:
     """Tokens/s of plain vLLM, its chain of drafts, and specinfer."""
+    chain = {"method": "draft_model", "model": args.first_ssm}
+    chain["num_speculative_tokens"] = 4
+    try:
+        return _speed(args, {"draft_model": chain})
+    except Exception as error:  # vLLM's own; the rest is to be measured all the same
+        return f"without draft_model: {error}\n{_speed(args, {})}"
+
+
+def _speed(args: argparse.Namespace, configs: dict[str, dict[str, Any]]) -> str:
     settings = BenchSettings(
         args.target,
-        {
-            "draft_model": {
-                "method": "draft_model",
-                "model": args.first_ssm,
-                "num_speculative_tokens": 4,
-            },
-            "specinfer": {"method": "specinfer", "model": args.ssm},
-        },
+        {**configs, "specinfer": {"method": "specinfer", "model": args.ssm}},
         [args.data],
         batches=args.batches,
         max_prompts=args.prompts,

@@ -84,6 +84,7 @@ def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     yield "penalties", lambda: _check_penalties(device)
     yield "lookups", lambda: _check_lookups(device)
     yield "trees", lambda: _check_trees(device)
+    yield "rows", lambda: _check_rows(device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
@@ -194,6 +195,20 @@ def _check_trees(device: str) -> None:
     test_triton_growth.check(growth_cases.outputs(device))
     test_triton_trees.check(trees_cases.outputs(device))
     test_triton_union.check(union_cases.outputs(device))
+
+
+def _check_rows(device: str) -> None:
+    import catch_up_cases
+    import row_blocks_cases
+    import step_rows_cases
+    import test_triton_catch_up
+    import test_triton_row_blocks
+    import test_triton_step_rows
+
+    test_triton_catch_up.check(catch_up_cases.outputs(device))
+    test_triton_row_blocks.check(row_blocks_cases.outputs(device))
+    outputs = step_rows_cases.outputs(device)
+    test_triton_step_rows.test_rows_positions_and_walked_trees_are_the_hosts(outputs)
 
 
 def _check_verification(device: str) -> None:

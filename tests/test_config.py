@@ -349,7 +349,7 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
     spec = engine_config.speculative_config
     assert isinstance(spec, SpecInferConfig)
     assert spec.method == "draft_model" and spec.uses_draft_model()
-    assert spec.tree == ExpansionTree((1, 1, 3, 1))
+    assert spec.options.tree == ExpansionTree((1, 1, 3, 1))
     assert spec.num_speculative_tokens == engine_config.num_lookahead_tokens == 8
     assert engine_config.uniform_decode_query_len == 9
     assert spec.max_num_new_slots_for_drafting == 0
@@ -447,7 +447,7 @@ def test_config_unpickles_where_no_plugin_is_loaded(engine_config, tmp_path):
     code = (
         "import pickle, sys\n"
         "config = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "assert config.speculative_config.tree.num_nodes == 8\n"
+        "assert config.speculative_config.options.tree.num_nodes == 8\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
         "hook = EngineArgs.create_speculative_config\n"
         "assert hook.__module__ == 'vllm.engine.arg_utils'\n"

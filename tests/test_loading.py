@@ -83,9 +83,11 @@ def test_ssms_stay_on_the_device_whatever_of_the_target_does_not(monkeypatch, fa
     made.speculative_config = SimpleNamespace(
         ssm_model_configs=[model_config()],
         num_speculative_tokens=8,
-        sources=[SSMSource("an SSM")],
-        tree=BestFirstTree(4, 4),
-        verification_rule="coupled",
+        options=SimpleNamespace(
+            sources=[SSMSource("an SSM")],
+            tree=BestFirstTree(4, 4),
+            verification_rule="coupled",
+        ),
     )
     monkeypatch.setattr(loading, "_load", load)
     set_offloader(offloader)

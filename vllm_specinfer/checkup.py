@@ -10,8 +10,7 @@ from pathlib import Path
 
 from vllm_specinfer import compat, refusals, seams
 from vllm_specinfer.evidence.engines import stay_in_process
-from vllm_specinfer.flags import DISABLE_ENV
-from vllm_specinfer.plugin import disabled
+from vllm_specinfer.flags import DISABLE_ENV, is_on
 from vllm_specinfer.results import version_of
 from vllm_specinfer.seams import VllmSource
 
@@ -86,7 +85,7 @@ def _plugin() -> Iterator[str]:
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and ENTRY_POINT not in chosen.split(","):
         raise ValueError(f"VLLM_PLUGINS must name {ENTRY_POINT}; got {chosen!r}")
-    if disabled():
+    if is_on(DISABLE_ENV):
         raise ValueError(f"{DISABLE_ENV} must be 0; got {os.environ[DISABLE_ENV]!r}")
     yield f"plugin {ENTRY_POINT!r} is found by vLLM and switched on"
 

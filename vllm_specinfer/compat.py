@@ -19,7 +19,7 @@ from vllm_specinfer.flags import ANY_VLLM_ENV, is_on
 
 SUPPORTED = ("0.32", "0.33")
 
-# vLLM names that the package replaces, subclasses or fills in, as module:attribute.
+# vLLM names that the package replaces, subclasses, fills in or asks: module:attribute.
 REQUIRED = (
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
     "vllm.config.speculative:SpeculativeConfig.create_draft_parallel_config",

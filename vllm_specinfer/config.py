@@ -25,10 +25,8 @@ from vllm_specinfer.draft_heads import eagle_type
 from vllm_specinfer.model_refusals import ranks_reason, ssm_reason
 from vllm_specinfer.options import (
     BestFirstTree,
-    Source,
     SpecInferOptions,
     SSMSource,
-    Tree,
 )
 from vllm_specinfer.refusals import refuse
 
@@ -168,36 +166,18 @@ class SpecInferConfig(SpeculativeConfig):
         return eagle_type(self.draft_model_config) == "eagle3"
 
     @property
-    def tree(self) -> Tree:
-        """The tree's limits."""
-        return self.options.tree
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What proposes trees."""
-        return self.options.sources
-
-    @property
     def source_names(self) -> tuple[str, ...]:
         """What metrics call the sources, in the order of their tests."""
         lookups = [
-            source.name for source in self.sources if not isinstance(source, SSMSource)
+            source.name
+            for source in self.options.sources
+            if not isinstance(source, SSMSource)
         ]
         ssms = [
             f"ssm{number}" if eagle_type(config) is None else "head"
             for number, config in enumerate(self.ssm_model_configs)
         ]
         return (*lookups, *ssms)
-
-    @property
-    def verification_rule(self) -> str:
-        """The verification rule, "auto" resolved."""
-        return self.options.verification_rule
-
-    @property
-    def scheduler(self) -> str:
-        """The budget policy."""
-        return self.options.scheduler
 
     @property
     def follows_load(self) -> bool:
@@ -207,22 +187,22 @@ class SpecInferConfig(SpeculativeConfig):
     @property
     def static_reason(self) -> str | None:
         """Why nodes do not follow the load, None where they do."""
-        if self.scheduler == "static":
+        if self.options.scheduler == "static":
             return "the scheduler is 'static'"
         if not all(isinstance(tree, BestFirstTree) for tree in self.options.trees):
             return "the tree is an expansion"
-        if self.verification_rule not in ("coupled", "naive"):
-            return f"a seeded text under {self.verification_rule!r} depends on the tree"
+        if (rule := self.options.verification_rule) not in ("coupled", "naive"):
+            return f"a seeded text under {rule!r} depends on the tree"
         return None
 
     @property
     def summary(self) -> str:
         """One line on what is on, and why something is off."""
         paths = [f" ({ssm.model})" for ssm in self.options.ssms]
-        paths = [""] * (len(self.sources) - len(paths)) + paths
+        paths = [""] * (len(self.options.sources) - len(paths)) + paths
         sources = map("".join, zip(self.source_names, paths, strict=True))
         nodes = "as many as pay"
-        if self.scheduler == "learned":
+        if self.options.scheduler == "learned":
             nodes += " by learned chances"
         if self.static_reason is not None:
             nodes = f"all in every step, because {self.static_reason}"
@@ -230,7 +210,7 @@ class SpecInferConfig(SpeculativeConfig):
         return (
             f"sources {', '.join(sources)}; {trees}, at most "
             f"{self.num_speculative_tokens} nodes, {nodes}; verification "
-            f"{self.verification_rule}"
+            f"{self.options.verification_rule}"
         )
 
     def make_stat_logger(

@@ -42,13 +42,14 @@ def load_sources(
         budget: Decides what the sources may spend.
     """
     spec = vllm_config.speculative_config
+    options = spec.options
     configs = iter(spec.ssm_model_configs)
     num_nodes = spec.num_speculative_tokens
     max_num_reqs = vllm_config.scheduler_config.max_num_seqs
     steps = _steps_on(device)
     lookups: list[LookupSource] = []
     ssms: list[NeuralSource] = []
-    for source in spec.sources:
+    for source in options.sources:
         if not isinstance(source, SSMSource):
             model = vllm_config.model_config
             vocab_size = model.get_vocab_size() if model.is_multimodal_model else None
@@ -60,16 +61,16 @@ def load_sources(
         ssms.append(
             NeuralSource(
                 ssm,
-                ChildChooser(spec.verification_rule, number, steps.coupled),
-                source.tree or spec.tree,
+                ChildChooser(options.verification_rule, number, steps.coupled),
+                source.tree or options.tree,
                 source.num_speculative_tokens or num_nodes,
                 budget,
                 steps,
             )
         )
-    sources = SourceSet(lookups, ssms, spec.tree, num_nodes, budget, steps)
-    if budget.learns and spec.options.scheduler == "learned":
-        _give_predictors(sources, spec.options.scheduler_file)
+    sources = SourceSet(lookups, ssms, options.tree, num_nodes, budget, steps)
+    if budget.learns and options.scheduler == "learned":
+        _give_predictors(sources, options.scheduler_file)
     return sources
 
 

@@ -1,6 +1,6 @@
 """The nouns of the configuration: trees, sources, options.
 
-Standard library only, so tree code can use them without vLLM.
+Standard library only: they are parsed before vLLM is imported.
 """
 
 import itertools

@@ -6,11 +6,6 @@ vLLM calls ``register`` in every process, before engine arguments become a confi
 from vllm_specinfer.flags import DISABLE_ENV, is_on
 
 
-def disabled() -> bool:
-    """Whether the kill switch is on."""
-    return is_on(DISABLE_ENV)
-
-
 def register() -> None:
     """Teach vLLM the method "specinfer"; nothing else changes.
 
@@ -19,7 +14,7 @@ def register() -> None:
     from vllm_specinfer.hooks import switches
 
     switches.install()
-    if disabled():
+    if is_on(DISABLE_ENV):
         return
     from vllm_specinfer.hooks import sampling_params, speculative_config
 

@@ -75,7 +75,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._req_states = req_states
         self._sampler: Sampler | None = None
         self._trees = TreeTable(self.max_num_reqs, self.num_speculative_steps)
-        self._tests_draws = self.speculative_config.verification_rule in TESTS_DRAWS
+        options = self.speculative_config.options
+        self._tests_draws = options.verification_rule in TESTS_DRAWS
         self.budget = Budget()
         self.sources: SourceSet | None = None
         self._names = self.speculative_config.source_names

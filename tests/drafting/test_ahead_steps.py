@@ -240,7 +240,6 @@ def start(steps, slot, name="new", tokens=()):
 def test_steps_that_need_the_host_are_not_taken(steps):
     assert steps.takes(a_batch([0, 1, 3]))
     assert steps.takes(a_batch([0, 3], read={0: 0}))
-    assert not steps.takes(a_batch([0, 1, 3, 0]))  # more than the largest graph's
     steps.sampler.back = [3]
     assert steps.takes(a_batch([0, 3]))
     steps.drafter.buffers.max_depth = 17  # so long would each row's chain be
@@ -508,19 +507,22 @@ def test_states_that_are_still_to_come_are_kept_too(steps):
 
 
 @pytest.mark.parametrize("lookups", [[], [Lookup()]])
-def test_more_requests_than_graphs_hold_wait_for_trees_alone(steps, lookups):
+def test_more_requests_than_graphs_hold_wait_for_ssms_alone(steps, lookups):
     steps.sources.lookups = lookups
     batch = a_batch([0, 1, 2, 3])
     found, _ = draft(steps, batch)
-    assert found == (None if lookups else (True, True))
+    assert found == (True, True) and not steps.drafter.looked_up
     steps.budget.draft = False
+    steps.budget.size_of_lookups = 1
     found, stats = draft(steps, batch)
+    assert found.shape == (4, NODES)
     if lookups:
-        assert found is None  # on the device they are looked up in graphs, too
+        assert steps.drafter.looked_up == [[0, 1, 2, 3]]
+        assert steps.sizes == {f"r{slot}": 1 for slot in range(4)}
     else:
-        assert found.shape == (4, NODES) and steps.sizes == {}
+        assert steps.sizes == {}
         assert set(stats.reasons.values()) == {BUDGET}
-        assert steps.sources.ssms[0].behind == [0, 1, 2, 3]
+    assert steps.sources.ssms[0].behind == [0, 1, 2, 3]
     assert not steps.drafter.launched
 
 

@@ -32,7 +32,7 @@ def state_of(worker) -> tuple[str, ...]:
     arrays = (
         runner.req_states.all_token_ids.gpu.numpy(),
         *(trees.parents, trees.depths, trees.root_positions),
-        sources.ssms[0].ssm._head._rows.float().numpy(),
+        sources.ssms[0].ssm.head._rows.float().numpy(),
     )
     digests = (hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return *digests, json.dumps(sources.experience.learned())

@@ -57,13 +57,16 @@ class Case:
 NAMES = ("slots", "seq_lens", "tokens", "positions", "kv_slots", "last")
 
 
-def laid_out(case: Case) -> dict[str, torch.Tensor]:
+def laid_out(case: Case, device: str) -> dict[str, torch.Tensor]:
     """The same by the kernel."""
     from vllm_specinfer.drafting.text_copies import Texts
     from vllm_specinfer.kernels.triton.catch_up import lay_out_last_rows
 
     def garbage(num: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((num,), 77, dtype=dtype)
+        return torch.full((num,), 77, dtype=dtype, device=device)
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
 
     num_reqs = int(case.num_reqs)
     total = num_reqs * case.num_rows
@@ -75,15 +78,14 @@ def laid_out(case: Case) -> dict[str, torch.Tensor]:
         kv_slots=garbage(total, torch.int64),
     )
     last = garbage(num_reqs, torch.int64)
-    texts = Texts(torch.from_numpy(case.texts), torch.from_numpy(case.lengths))
+    texts = Texts(there(case.texts), there(case.lengths))
     lay_out_last_rows(
-        *(rows, last, torch.from_numpy(case.slots), torch.from_numpy(case.grows)),
-        *(torch.from_numpy(case.num_new), texts),
-        *((torch.from_numpy(case.table), BLOCK_SIZE), case.lookahead),
+        *(rows, last, there(case.slots), there(case.grows), there(case.num_new)),
+        *(texts, (there(case.table), BLOCK_SIZE), case.lookahead),
     )
     return {**vars(rows), "last": last}
 
 
-def outputs() -> list[dict[str, torch.Tensor]]:
+def outputs(device: str = "cpu") -> list[dict[str, torch.Tensor]]:
     """All cases."""
-    return [laid_out(Case(seed)) for seed in SEEDS]
+    return [laid_out(Case(seed), device) for seed in SEEDS]

@@ -23,13 +23,13 @@ def step_of(seed: int) -> tuple[np.ndarray, np.ndarray, int]:
     return counts, attended, int(rng.choice([1, 3, 16]))
 
 
-def outputs() -> list[tuple[torch.Tensor, ...]]:
+def outputs(device: str = "cpu") -> list[tuple[torch.Tensor, ...]]:
     """Requests, places and count of the blocks of all steps."""
     found = []
     for counts, attended, rows in map(step_of, SEEDS):
         most = max_row_blocks(int(counts.sum()), len(counts), rows)
-        blocks = RowBlocks.room(most, torch.device("cpu"))
-        starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32)
-        blocks.fill(starts, rows, torch.tensor(attended))
+        blocks = RowBlocks.room(most, torch.device(device))
+        starts = torch.tensor([0, *counts.cumsum()], dtype=torch.int32, device=device)
+        blocks.fill(starts, rows, torch.tensor(attended, device=device))
         found.append((blocks.requests, blocks.places, blocks.count))
     return found

@@ -62,12 +62,12 @@ class Step:
             self.slots, self.scheduled, self.starts, self.computed[self.slots]
         )
 
-    def on_device(self, drafted: np.ndarray) -> Any:
+    def on_device(self, drafted: np.ndarray, device: torch.device) -> Any:
         """Its plan where only the device does."""
         from vllm_specinfer.tree.device_plan import DevicePlan
         from vllm_specinfer.tree.on_device import TreeBuffers
 
-        buffers = TreeBuffers(SLOTS, NODES, NODES, CPU)
+        buffers = TreeBuffers(SLOTS, NODES, NODES, device)
         known = np.where(self.exists, self.parents, ROOT)
         for buffer, values in (
             (buffers.tokens, np.where(self.exists, self.tokens, 0)),
@@ -77,48 +77,49 @@ class Step:
         ):
             buffer[:SLOTS] = torch.tensor(values)
         batch = SimpleNamespace(
-            idx_mapping=torch.from_numpy(self.slots),
+            idx_mapping=torch.from_numpy(self.slots).to(device),
             idx_mapping_np=self.slots,
             num_draft_tokens_per_req=self.scheduled.astype(np.int32),
-            query_start_loc=torch.from_numpy(self.starts),
+            query_start_loc=torch.from_numpy(self.starts).to(device),
             query_start_loc_np=self.starts,
         )
-        computed = torch.from_numpy(self.computed.astype(np.int32))
+        computed = torch.from_numpy(self.computed.astype(np.int32)).to(device)
         return DevicePlan.of(batch, drafted, buffers, computed)
 
 
-def laid(step: Step, plan: Any) -> dict[str, Any] | None:
-    """What a plan says, None where there is none."""
+def laid(step: Step, plan: Any, device: torch.device = CPU) -> dict[str, Any] | None:
+    """What a plan on a device says, None where there is none."""
     if plan is None:
         return None
     num_rows = int(step.starts[-1])
     words = num_words(NODES + 1)
     trees = TreeRows(
-        torch.ones(step.num_reqs + 1, dtype=torch.bool),
-        torch.full((step.num_reqs + 1,), 7, dtype=torch.int32),
-        torch.full((num_rows + PADDING, words), 7),
+        torch.ones(step.num_reqs + 1, dtype=torch.bool, device=device),
+        torch.full((step.num_reqs + 1,), 7, dtype=torch.int32, device=device),
+        torch.full((num_rows + PADDING, words), 7, device=device),
     )
-    plan.tree_rows(CPU, num_rows).write_to(trees)
-    positions = torch.full((num_rows + PADDING,), 7)
+    plan.tree_rows(device, num_rows).write_to(trees)
+    positions = torch.full((num_rows + PADDING,), 7, device=device)
     plan.write_positions(positions)
+    walked = plan.walked_trees(device)._asdict()
     return {
-        "is_tree": trees.is_tree,
-        "context_lens": trees.context_lens,
-        "bits": trees.ancestor_bits,
-        "positions": positions,
-        "walked": plan.walked_trees(CPU)._asdict(),
+        "is_tree": trees.is_tree.cpu(),
+        "context_lens": trees.context_lens.cpu(),
+        "bits": trees.ancestor_bits.cpu(),
+        "positions": positions.cpu(),
+        "walked": {name: values.cpu() for name, values in walked.items()},
         "rows": plan.num_rows.tolist(),
         "all_tree": plan.all_tree,
         "paths": [plan.paths(i) for i in plan.tree_requests()],
     }
 
 
-def outputs() -> list[tuple[dict | None, dict | None]]:
+def outputs(device: str = "cpu") -> list[tuple[dict | None, dict | None]]:
     """What is laid over every step, with all trees drafted, and all but the first."""
-    found = []
+    found, where = [], torch.device(device)
     for step in map(Step, SEEDS):
         drafted = np.ones(step.num_reqs, bool)
         others = np.arange(step.num_reqs) > 0
-        plans = step.on_device(drafted), step.on_device(others)
-        found.append(tuple(laid(step, plan) for plan in plans))
+        plans = [step.on_device(have, where) for have in (drafted, others)]
+        found.append(tuple(laid(step, plan, where) for plan in plans))
     return found

@@ -41,6 +41,7 @@ from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.tiles import rows_per_block
 from vllm_specinfer.kernels.triton.tree_attention import tree_attention
+from vllm_specinfer.refusals import FP8_KV_DTYPES, PLAIN_KV_DTYPES
 from vllm_specinfer.tree.rows import TreeRows, WritesTreeRows
 from vllm_specinfer.tree.token_tree import WORD_BITS, num_words
 
@@ -82,8 +83,6 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Trees enter through build() alone.
-        self.supports_draft_decode_metadata_update = False
         scheduler = vllm_config.scheduler_config
         max_num_reqs, max_num_rows = (
             scheduler.max_num_seqs,
@@ -298,7 +297,6 @@ class CUDATreeAttentionImpl(MixedAttentionImpl, TritonAttentionImpl):
             self.sinks,
             max_query_len=metadata.tile_rows,
             window=self.sliding_window[0] + 1,
-            chains=True,
             row_blocks=metadata.row_blocks,
             **scales,
         )
@@ -311,11 +309,8 @@ class CUDATreeAttentionBackend(TritonAttentionBackend):
     """Registered as CUSTOM, which must also be its name."""
 
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
+        *PLAIN_KV_DTYPES,
+        *FP8_KV_DTYPES,
     ]
 
     @staticmethod

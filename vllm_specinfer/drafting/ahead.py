@@ -82,7 +82,7 @@ class AheadDrafter:
     """Drafts by SSMs and heads, by lookups, or by both.
 
     Attributes:
-        max_num_reqs: Requests of the largest step that it drafts for.
+        max_num_reqs: Requests of the largest step that it asks SSMs for.
         buffers: Where the trees are.
     """
 
@@ -103,7 +103,7 @@ class AheadDrafter:
             num_nodes: N.
             texts: Of all slots.
             device: The worker's device.
-            max_num_reqs: Requests of the largest graphs.
+            max_num_reqs: Requests of the largest graphs of SSMs; lookups take all.
             vllm_config: The engine's.
             tests_draws: Verification wants to know what children were drawn from.
         """
@@ -131,7 +131,8 @@ class AheadDrafter:
         }
         # By the most requests, ascending.
         self._look_ups: list[tuple[int, StagedBuffers, Captured]] = []
-        for size in sizes[::-1] if self._lookups else ():
+        of_lookups = graph_sizes(len(texts.lengths)) if self._lookups else []
+        for size in of_lookups[::-1]:
             inputs = StagedBuffers(device, *LookupInputs.padded(np.zeros(0, int), size))
             look_up = self._captured(LookupInputs(*inputs.tensors), [])
             self._look_ups.append((size, inputs, look_up))

@@ -144,14 +144,13 @@ class AheadSteps:
         self.count: Callable[[], None] = lambda: None
 
     def takes(self, batch: InputBatch) -> bool:
-        """Whether trees of a step may be drafted ahead."""
+        """Whether trees of a step may be drafted ahead, but for its size."""
         slots = batch.idx_mapping_np
         temperatures = self._sampler.sampling_states.temperature.np[slots]
         # Of what lookups propose only the host makes draws.
         lookups_draw = self._tests_draws and len(self._sources.lookups)
         return not (
-            batch.num_reqs > self._drafter.max_num_reqs
-            or (lookups_draw and temperatures.any())
+            (lookups_draw and temperatures.any())
             or (
                 self._drafter.buffers.max_depth > MOST_LOOKED_BACK
                 and needs_chain(self._sampler, slots).any()
@@ -191,7 +190,8 @@ class AheadSteps:
         if decided.asks:
             # Nor can a head read on in a prompt behind states that are still to come.
             comes = self._states_come[roles.prompts].any()
-            waits = not takes or not follows or comes
+            fits = batch.num_reqs <= self._drafter.max_num_reqs
+            waits = not (takes and fits and follows) or comes
         else:
             num_more = self._num_coming + batch.num_tokens
             waits = any(head.is_full(num_more) for head in self._heads)
@@ -329,19 +329,13 @@ class AheadSteps:
             (growing,) = stage(num_new.device, roles.growing)
             num_new = num_new[growing]
             states = states and states.of(growing)
-        return self._ask(roles.slots, num_new, states)
-
-    def _ask(
-        self, slots: np.ndarray, num_new: torch.Tensor, states: TargetStates | None
-    ) -> Callable[[], Found]:
-        """Launch SSMs and lookups, timed."""
-        budget, ssms, num_reqs = self._budget, self._sources.ssms, len(slots)
+        budget, ssms, num_reqs = self._budget, self._sources.ssms, len(roles.slots)
         before = ssm_work(ssms)
         # The positions of roots are the device's.
         roots = DraftRows.of_roots(
-            self._sampler.sampling_states, slots, np.zeros(num_reqs, int)
+            self._sampler.sampling_states, roles.slots, np.zeros(num_reqs, int)
         )
-        wait = self._drafter.launch(slots, num_new, roots, states)
+        wait = self._drafter.launch(roles.slots, num_new, roots, states)
         rows, levels = np.subtract(ssm_work(ssms), before)
         self._clock.lap(
             lambda seconds: budget.observe_draft(

@@ -42,6 +42,7 @@ class NeuralSSM:
     """One SSM with its attention layers.
 
     Attributes:
+        head: Its output head.
         kv: What it has read, once it is bound.
         layer_names: Its attention layers.
     """
@@ -71,7 +72,7 @@ class NeuralSSM:
         """
         self.model = model
         self.device = device
-        self._head = DraftHead(model, vllm_config.model_config)
+        self.head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
         # Placeholders of images may lie beyond the vocabulary.
@@ -131,7 +132,7 @@ class NeuralSSM:
         hidden = self._taken(self._run(input_ids, positions, None, None, states))
         # As many rows as a level may have where memory is profiled for it.
         rows = 1 if is_host(self.device) else MOST_ROWS
-        self._head.likeliest(hidden[:rows], 1)
+        self.head.likeliest(hidden[:rows], 1)
 
     def skip(self, step: DraftStep) -> None:
         """The SSM is not asked in this step."""
@@ -237,13 +238,7 @@ class NeuralSSM:
         self, hidden: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Likeliest next tokens: float32 log-probabilities [F, M], int64 ids [F, M]."""
-        return read(*self._head.likeliest(hidden, count))
-
-    def likeliest_on_device(
-        self, hidden: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`likeliest` for which nobody waits."""
-        return self._head.likeliest(hidden, count)
+        return read(*self.head.likeliest(hidden, count))
 
     def capture(self, most: GraphShape) -> None:
         """Capture graphs of the passes that decoding needs, on CUDA.
@@ -407,14 +402,6 @@ class NeuralSSM:
         """Room for the hidden states of rows [F], once passes are captured."""
         hidden = self._graphs.outputs[0]
         return hidden.new_zeros(num_rows, hidden.shape[1])
-
-    def target_states(self, num_rows: int) -> torch.Tensor:
-        """Room for what rows [F] read of the target's states."""
-        raise NotImplementedError
-
-    def combined(self, states: torch.Tensor) -> torch.Tensor:
-        """What rows read, given the target's states."""
-        raise NotImplementedError
 
     def _states_of_parents(self, frontier: Frontier) -> torch.Tensor | None:
         """What the nodes of a level read besides their tokens."""

@@ -219,7 +219,7 @@ class TreeGraphs:
         """Children of the nodes at a depth, given their hidden states [R * F, H]."""
         inputs, k = self.inputs, self.growth.num_children[depth]
         rows = (
-            *self._ssm.likeliest_on_device(hidden, max(k, self._num_candidates)),
+            *self._ssm.head.likeliest(hidden, max(k, self._num_candidates)),
             *(inputs.seeds, self._roots, inputs.temperatures),
             *(inputs.top_k, inputs.top_p, inputs.min_p),
         )

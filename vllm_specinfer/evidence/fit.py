@@ -114,19 +114,15 @@ def nodes_of(trace: Trace) -> Nodes:
     return Nodes(features, trace.parents, tested, trace.on_path)
 
 
-def fit(
-    features: np.ndarray, right: np.ndarray, size: int = DEFAULT_SIZE, seed: int = 0
-) -> Predictor:
+def fit(features: np.ndarray, right: np.ndarray, size: int = DEFAULT_SIZE) -> Predictor:
     """A predictor of samples, by Adam.
 
     Args:
         features: [n, X].
         right: [n] bool.
         size: Hidden units.
-        seed: Of the first weights and the order of the samples.
     """
-    predictor = Predictor(size, seed)
-    rng = np.random.default_rng(seed)
+    predictor, rng = Predictor(size), np.random.default_rng(0)
     first, second = np.zeros((2, len(predictor.weights)))
     num_batches = -(-len(right) // BATCH)
     for step in range(EPOCHS * num_batches):

@@ -66,6 +66,10 @@ class RecordedSSM:
     def skip(self, step: DraftStep) -> None:
         """Nothing is kept."""
 
+    def is_far_behind(self, step: DraftStep) -> bool:
+        """What it was not asked for it need not read."""
+        return False
+
     def catch_up(self, step: DraftStep) -> tuple[np.ndarray, np.ndarray]:
         """The root of the step's tree."""
         self.num_rows += 1

@@ -5,18 +5,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_specinfer.device import read
-from vllm_specinfer.flags import DEBUG_ENV, is_on
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.block_table import BlockTables
 
 BlockIds = tuple[list[int], ...]
-
-
-def checked() -> bool:
-    """Whether the user wants every step to be checked."""
-    return is_on(DEBUG_ENV)
 
 
 def check_blocks(scheduler: "Scheduler") -> None:

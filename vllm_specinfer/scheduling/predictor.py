@@ -86,19 +86,18 @@ class Guesses:
 class Predictor:
     """One source's chances, corrected; learns online."""
 
-    def __init__(self, size: int = DEFAULT_SIZE, seed: int = 0) -> None:
+    def __init__(self, size: int = DEFAULT_SIZE) -> None:
         """Begin with the source's own chances.
 
         Args:
             size: Hidden units (H); 0 for logistic regression.
-            seed: Of their first weights.
         """
         num_features = len(FEATURES)
         self.size = size
         self.guesses = Guesses()
         # All weights one after the other: w [X], b [1], V [X, H], c [H], u [H].
         self.weights = np.zeros(num_features + 1 + (num_features + 2) * size)
-        hidden = np.random.default_rng(seed).standard_normal(num_features * size)
+        hidden = np.random.default_rng(0).standard_normal(num_features * size)
         self._parts()[2][:] = hidden.reshape(num_features, size)
         self._num_steps = 0
         # Since the last step.

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_specinfer.flags import DEBUG_ENV, is_on
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.scheduling import invariants
 from vllm_specinfer.scheduling.blocks import LEAST_LOOKAHEAD, SlotsOfTrees
@@ -77,7 +78,7 @@ class SpecInferScheduler(Scheduler):
         )
         # Since the last step whose numbers were taken.
         self._blocks: Counter[str] = Counter()
-        self._checked = invariants.checked()
+        self._checked = is_on(DEBUG_ENV)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As vLLM's; where it would preempt, trees give up their slots before."""

@@ -63,18 +63,11 @@ def head_config(target: PreTrainedConfig) -> LlamaConfig:
     # Not the last one: transformers gives it normed, vLLM as it is.
     layers = sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
     return LlamaConfig(
+        **{name: getattr(target, name) for name in _SIZES} | {"num_hidden_layers": 1},
         architectures=[ARCHITECTURE],
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
         head_dim=getattr(target, "head_dim", None),
-        max_position_embeddings=target.max_position_embeddings,
-        rope_parameters=target.rope_parameters,
-        rms_norm_eps=target.rms_norm_eps,
         tie_word_embeddings=False,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
