@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
 from vllm_specinfer import loading
@@ -50,6 +51,18 @@ def test_on_a_cpu_the_kernels_of_linear_layers_pad(monkeypatch):
     monkeypatch.setattr(linear, "row_sizes", lambda model, most: [model, most])
     # Three requests with trees of 9 rows.
     assert row_sizes(config(), target, CPU) == [target, 27]
+
+
+def test_how_light_an_ssm_is_goes_by_what_all_rows_are_multiplied_by(tmp_path):
+    def weights(num_layers):
+        embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        nn.Module.__init__(embedding)
+        embedding.weight = nn.Parameter(torch.empty(1000, 8))
+        layers = [nn.Linear(8, 16) for _ in range(num_layers)]
+        return loading._multiplied_weights(nn.Sequential(embedding, *layers))
+
+    assert weights(3) == 3 * 8 * 16
+    assert weights(0) == 1  # something to divide by
 
 
 @pytest.mark.parametrize(

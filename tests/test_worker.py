@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
+import torch
+from torch import nn
+from vllm.v1.worker.cpu_worker import CPUWorker  # before TreeWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specinfer.worker import TreeWorker
@@ -34,6 +36,27 @@ def test_drafts_are_counted_though_none_had_a_row_in_the_step():
     assert counted == []
     assert output.get_output().tree_stats == "stats"
     assert counted == ["walks", "drafts"]
+
+
+@pytest.mark.parametrize("update", ["reload_weights", "finish_weight_update"])
+def test_copies_of_weights_are_made_again_after_an_update(monkeypatch, update):
+    """A tied head multiplies by a copy of what vLLM has written anew."""
+    from vllm_specinfer.cpu_worker import SpecInferCPUWorker
+    from vllm_specinfer.kernels.cpu import linear
+
+    head = nn.Module()
+    head.weight = nn.Parameter(torch.randn(64, 32), requires_grad=False)
+    linear.take_over(head, remove_weight=False)
+    x = torch.randn(3, 32)
+    before = head.cpu_linear(x, head.weight, None)
+    new = torch.randn(64, 32)
+    monkeypatch.setattr(CPUWorker, update, lambda self: head.weight.copy_(new))
+    worker = object.__new__(SpecInferCPUWorker)
+    worker.model_runner = SimpleNamespace(get_model=lambda: nn.Sequential(head))
+    getattr(worker, update)()
+    after = head.cpu_linear(x, head.weight, None)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, x @ new.T, rtol=1e-4, atol=1e-4)
 
 
 def test_updates_of_an_ssms_weights_are_refused_before_they_begin():

@@ -125,6 +125,11 @@ def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
     return tokens.gpu.numpy() if on_host is None else on_host.np
 
 
+def as_array(host_tensor: torch.Tensor) -> np.ndarray:
+    """What lies on the host in any case."""
+    return host_tensor.numpy()
+
+
 def is_host(device: torch.device) -> bool:
     """Whether the device's memory is the host's."""
     return device.type == "cpu"

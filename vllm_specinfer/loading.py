@@ -9,6 +9,7 @@ import vllm
 from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, replace
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.offloader import get_offloader, set_offloader
 from vllm.platforms import current_platform
@@ -176,6 +177,18 @@ def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig
     )
 
 
+def _multiplied_weights(model: nn.Module) -> int:
+    """What every row is multiplied by; of prompts only the last goes into the head."""
+    found = sum(
+        weight.numel()
+        for module in model.modules()
+        if not isinstance(module, VocabParallelEmbedding)
+        for weight in module.parameters(recurse=False)
+        if weight.dim() > 1
+    )
+    return max(found, 1)
+
+
 def _load(
     vllm_config: VllmConfig,
     model_config: ModelConfig,
@@ -190,7 +203,11 @@ def _load(
     if eagle_type(model_config) is None:
         with set_model_tag(name):
             model = get_model(vllm_config=config, prefix=name)
-        return NeuralSSM(model, config, set(layers) - before, device)
+        ssm = NeuralSSM(model, config, set(layers) - before, device)
+        lighter = _multiplied_weights(target) / _multiplied_weights(model)
+        most = vllm_config.scheduler_config.max_num_batched_tokens
+        ssm.rows_per_step = int(most * max(lighter, 1))
+        return ssm
     model = load_eagle_model(target, vllm_config)
     width = vllm_config.model_config.get_hidden_size()
     if vllm_config.speculative_config.reads_layers:

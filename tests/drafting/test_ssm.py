@@ -44,7 +44,7 @@ class Engine:
         ssm.device, ssm.max_model_len = torch.device("cpu"), MAX_LEN
         ssm.kv = draft_kv(SLOTS, ssm.lookahead)
         ssm._run_rows, ssm._last = self._run_rows, lambda *_: None
-        ssm._scheduler_config = SimpleNamespace(max_num_batched_tokens=MOST_ROWS)
+        ssm.rows_per_step = MOST_ROWS
         # By KV slot: the text whose last token's K/V is there.
         self.memory = np.full(SLOTS * MAX_LEN, None, object)
         self.texts = [[] for _ in range(SLOTS)]

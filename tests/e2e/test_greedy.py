@@ -152,8 +152,24 @@ def test_a_batch_schedule_caps_the_trees(models):
     )
     assert many["tokens"] == few["tokens"] == plain["tokens"]
     assert many["drafted"] == 0
+    assert many["metrics"]["plain_request_steps schedule"] == many["decode_steps"]
     # Fewer than three where the requests' last tokens are near.
     assert 2.5 * few["drafts"] < few["drafted"] <= 3 * few["drafts"]
+
+
+def test_without_a_compiler_plain_torch_writes_the_same_texts(models, tmp_path):
+    params = [{**GREEDY, "temperature": 0.7 * (i % 2), "seed": i} for i in range(8)]
+    plain, best_first, wide = engine.run(
+        [
+            {**job(models, None, params), "plain_v2": True},
+            job(models, {"scheduler": "auto"}, params),
+            job(models, TREES["wide"], params),
+        ],
+        CXX="no-such-compiler",
+        VLLM_CACHE_ROOT=str(tmp_path),
+    )
+    assert best_first["tokens"] == wide["tokens"] == plain["tokens"]
+    assert wide["accepted"] > wide["drafts"] / 2
 
 
 def test_ssms_that_sat_out_for_long_read_in_pieces(models):

@@ -16,7 +16,7 @@ from vllm_specinfer.scheduling.step_stats import PHASES, REASONS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POOL = EXAMPLES / "pools" / "smollm2-135m"
-MAX_TOKENS = 48
+MAX_TOKENS = 80
 ABORTED = range(3, 32, 5)
 ARGS = {
     "dtype": "float32",
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with few KV blocks and small prefill chunks."""
     args = {
         **ARGS,
-        "num_gpu_blocks_override": 26,
+        "num_gpu_blocks_override": 21,
         "max_num_batched_tokens": 256,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,

@@ -64,7 +64,10 @@ def vllm_config(lookup: bool = False) -> VllmConfig:
 
 
 def make_scheduler(
-    asynchronous: bool = False, max_num_tokens: int = 48, lookup: bool = False
+    asynchronous: bool = False,
+    max_num_tokens: int = 48,
+    lookup: bool = False,
+    checked: bool | None = True,
 ) -> SpecInferScheduler:
     """A scheduler of NUM_BLOCKS blocks, less vLLM's null block.
 
@@ -72,6 +75,7 @@ def make_scheduler(
         asynchronous: It schedules a step before the one before has ended.
         max_num_tokens: Rows of a step.
         lookup: Trees come from a lookup, not from an SSM.
+        checked: Every step is; None for what the environment says.
     """
     config = vllm_config(lookup)
     config.scheduler_config.max_num_scheduled_tokens = max_num_tokens
@@ -91,7 +95,8 @@ def make_scheduler(
     )
     # It lives in the tests' own process, whose later engines may be plain ones.
     speculative_config._switch_runner_off()
-    scheduler._checked = True
+    if checked is not None:
+        scheduler._checked = checked
     return scheduler
 
 

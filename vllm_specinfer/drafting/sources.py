@@ -246,7 +246,7 @@ class SourceSet:
         """Whether SSMs that have sat out for long only read in this step.
 
         All of it at once would keep every request waiting; vLLM, too, reads prompts in
-        pieces of that size.
+        pieces.
         """
         behind = [source.ssm for source in self.ssms if source.ssm.is_far_behind(step)]
         for ssm in behind:

@@ -44,10 +44,12 @@ class NeuralSSM:
     Attributes:
         head: Its output head.
         kv: What it has read, once it is bound.
+        rows_per_step: So many it reads in the time of the target's largest step.
         layer_names: Its attention layers.
     """
 
     kv: DraftKV
+    rows_per_step: int
     # Row r of a request reads token r + lookahead.
     lookahead = 0
     # Rows read states of the target beside their tokens.
@@ -159,19 +161,17 @@ class NeuralSSM:
         return self._last(hidden, stage(self.device, last)[0])
 
     def is_far_behind(self, step: DraftStep) -> bool:
-        """Catching up would take longer than any prompt's step: all would wait for it.
-
-        A step's own tokens, and the drafted ones among them, are no more than this.
-        """
+        """Catching up would take longer than two steps of the target's prompts: all
+        requests would wait for it."""
         unread = self.kv.num_unread(step.slots, step.num_tokens)
-        return unread > 2 * self._scheduler_config.max_num_batched_tokens
+        return unread > 2 * self.rows_per_step
 
     def read_some(self, step: DraftStep) -> None:
-        """Run as many of the tokens it has not seen as a step may have."""
+        """Run as many of the tokens it has not seen as one such step has time for."""
         first = self.kv.num_read(step.slots)
         counts = np.maximum(step.num_tokens - self.lookahead - first, 0)
-        most = self._scheduler_config.max_num_batched_tokens
-        counts = np.diff(np.minimum(np.cumsum(counts), most), prepend=0)
+        ends = np.minimum(np.cumsum(counts), self.rows_per_step)
+        counts = np.diff(ends, prepend=0)
         part = np.flatnonzero(counts)
         self._read(step, part, first[part], counts[part])
 

@@ -13,6 +13,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_specinfer.device import as_array
+
 
 class _NoBudgets:
     """Stands for thinking budgets, which have been applied."""
@@ -68,7 +70,7 @@ def process(sampler: Sampler, logits: torch.Tensor, batch: InputBatch) -> torch.
         expanded_local_pos=batch.expanded_local_pos,
         input_ids=batch.input_ids[batch.logits_indices],
         pos=batch.positions[batch.logits_indices],
-        seq_lens_upper_bound_np=batch.seq_lens_cpu_upper_bound.numpy(),
+        seq_lens_upper_bound_np=as_array(batch.seq_lens_cpu_upper_bound),
     )
     for processor in sampler.logits_processors:
         logits = processor.apply(logits, context)
