@@ -1,6 +1,8 @@
 """Every command in the documents is one that the programs understand."""
 
 import argparse
+import contextlib
+import json
 import os
 import re
 import runpy
@@ -14,6 +16,7 @@ from unittest import mock
 import pytest
 
 from vllm_specinfer import cli
+from vllm_specinfer.parsing import parse_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = "\n".join(
@@ -95,6 +98,27 @@ def test_a_program_understands_the_command(words, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", arguments)
         monkeypatch.syspath_prepend((ROOT / arguments[0]).parent)  # as python does
         runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+
+
+def configs() -> list[dict]:
+    """What the documents and examples give as a config of this method."""
+    found = []
+    texts = [DOCUMENTS, *(f.read_text() for f in ROOT.glob("examples/*.[mps][dyh]"))]
+    for text in texts:
+        for match in re.finditer(r"\{(?=\s*\"method\":\s*\"specinfer\")", text):
+            rest = text[match.start() :].replace("...", "")
+            with contextlib.suppress(ValueError):  # Python's, with names of variables
+                found.append(json.JSONDecoder().raw_decode(rest)[0])
+    return found
+
+
+@pytest.mark.parametrize("config", configs(), ids=json.dumps)
+def test_a_config_in_the_documents_is_one(config):
+    assert parse_options(config).sources
+
+
+def test_the_configs_are_found():
+    assert len(configs()) > 4
 
 
 def test_the_attention_benchmark_runs(monkeypatch, capsys):

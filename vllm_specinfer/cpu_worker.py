@@ -62,10 +62,10 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
             scheduler = self.vllm_config.scheduler_config
             most = scheduler.max_num_seqs * (speculator.num_speculative_steps + 1)
             most = min(most, scheduler.max_num_batched_tokens)
-            start_costs.measure(speculator.budget, self._time_pass, most)
+            start_costs.measure(speculator.budget, self.time_pass, most)
         return times
 
-    def _time_pass(self, rows: int) -> tuple[float, float]:
+    def time_pass(self, rows: int) -> tuple[float, float]:
         """Seconds of the target and of the SSMs for a pass of made-up tokens.
 
         All ranks get the first one's: it decides how many passes there are.

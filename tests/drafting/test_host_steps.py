@@ -30,24 +30,28 @@ def test_seconds_are_those_of_steps_and_of_drafts():
     trees, slots = TreeTable(max_num_reqs=5, num_nodes=3), np.array([4, 2])
     requests = mock.Mock(max_num_reqs=5, device=torch.device("cpu"))
     steps = HostSteps(requests, None, trees, sources, budget, memory, [], False)
-    none = FinishedTrees.none(2, 3, 1)
     write = trees.write
     trees.write = lambda *args: (time.sleep(0.01), write(*args))
-    for num_rows, decodes_only, work in (
-        (2, True, (4, 1)),
-        (3, True, (6, 2)),
-        (8, True, None),
-        (40, False, (80, 0)),
+    for num_rows, decodes_only, work, num_growing in (
+        (2, True, (4, 1), 2),
+        (3, True, (6, 2), 2),
+        (8, True, None, 2),
+        (40, False, (80, 0), 2),
+        # Inside prompts.
+        (64, False, (64, 0), 0),
     ):
-        sources.propose.return_value = Drafts(none, [{}, {}], [], {}, work)
+        none = FinishedTrees.none(num_growing, 3, 1)
+        drawn = [{}] * num_growing
+        sources.propose.return_value = Drafts(none, drawn, [], {}, work)
         batch = SimpleNamespace(num_tokens=num_rows, num_reqs=2, req_ids=["a", "b"])
         asked = mock.Mock(input_batch=batch, num_nodes=3)
-        steps._step = lambda *_, decodes_only=decodes_only: SimpleNamespace(
+        step = SimpleNamespace(
             slots=slots,
-            growing=np.arange(2),
-            roots=SimpleNamespace(roots=np.zeros(2, np.int64)),
+            growing=np.arange(num_growing),
+            roots=SimpleNamespace(roots=np.zeros(num_growing, np.int64)),
             decodes_only=decodes_only,
         )
+        steps._step = lambda *_, step=step: step
         assert steps.draft(asked, WorkerStats(), WorkerStats()).shape == (2, 3)
     observed = [call.args for call in budget.observe_step.call_args_list]
     assert [(rows, has_trees) for rows, _, has_trees in observed] == [
@@ -62,3 +66,7 @@ def test_seconds_are_those_of_steps_and_of_drafts():
     drafts = [call.args for call in budget.observe_draft.call_args_list]
     assert [args[:3] for args in drafts] == [(2, 4, 1), (2, 6, 2), (2, 80, 0)]
     assert all(0.01 <= seconds < 60 for *_, seconds in drafts)
+    ((num_reqs, seconds),) = [
+        call.args for call in budget.observe_prompts.call_args_list
+    ]
+    assert num_reqs == 2 and 0.01 <= seconds < 60

@@ -175,10 +175,10 @@ def test_a_text_that_has_ended_is_kept_whole_and_its_index_is_gone():
     source, text = LookupSource(lookup), np.arange(1, 9, dtype=np.int32)
     lookup.start(0)
     lookup.find(0, text[:5])
-    lookup.start(1)
-    # Whether or not another request takes its slot.
     source.end(0, text)
     assert not lookup._own[0]._newest
+    lookup.start(0)
+    lookup.start(1)
     nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
     assert [token for _, token, _ in nodes] == [7, 8]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import fit_head, tiny_model
 from tests.e2e.test_greedy import GREEDY, job, prompt
@@ -21,16 +22,24 @@ PAIRS = {
     "gemma3_text": ("mistral", {"scale": 2, "sliding_window_pattern": 2}, WITH_WINDOW),
     # The target's window is not the SSM's.
     "phi3": ("llama", {}, LONG),
+    # The SSM's layers take turns, too.
+    "gemma2, both": (
+        "gemma2",
+        {"scale": 2},
+        {"num_hidden_layers": 2, **WITH_WINDOW},
+    ),
 }
 
 
 def jobs(family, folder):
     """Plain decoding and trees, and plain decoding that sees everything."""
     ssm_family, of_target, of_ssm = PAIRS[family]
-    ssm = tiny_model(ssm_family, seed=1, num_hidden_layers=1, **of_ssm)
+    ssm = tiny_model(ssm_family, seed=1, **{"num_hidden_layers": 1, **of_ssm})
+    ngram = {"model": "ngram", "prompt_lookup_min": 2}
     both = {"params": PARAMS, "prompts": PROMPTS, "max_model_len": POSITIONS}
     paths = [str(folder / f"{family}-{name}") for name in ("target", "ssm", "whole")]
-    target = tiny_model(family, seed=0, **WITH_WINDOW, **of_target)
+    name = family.partition(",")[0]
+    target = tiny_model(name, seed=0, **WITH_WINDOW, **of_target)
     fit_head(ssm, target)
     target.save_pretrained(paths[0])
     ssm.save_pretrained(paths[1])
@@ -42,7 +51,7 @@ def jobs(family, folder):
         "auto": job(
             paths[:2], {"scheduler": "auto"}, enable_chunked_prefill=True, **both
         ),
-        "ngram": job(paths[:2], {"model": "ngram"}, **both),
+        "ngram": job(paths[:2], {"model": None, "ssms": [ngram]}, **both),
         "whole": {**job(paths[2:] + paths[1:2], **both), "plain_v2": True},
     }
 
@@ -66,8 +75,41 @@ def test_the_text_is_plain_decodings_behind_a_window(results, family, name):
     assert found["tokens"] == plain["tokens"]
     assert [len(t) for (t,) in plain["tokens"]] == [POSITIONS - len(p) for p in PROMPTS]
     assert found["free_blocks"] == found["blocks"] - 1
+    if name == "ngram":
+        assert found["drafts"] > 0
     if name == "tree":
         assert found["accepted"] > 0.2 * found["drafts"] and found["branches"] > 10
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_ssm", "nodes", "least"),
+    [
+        ({"sliding_window": 32}, {}, 8, 64),
+        ({"sliding_window": 64}, {}, 70, 128),
+        ({}, {"sliding_window": 32}, 8, 64),
+    ],
+)
+def test_windows_too_small_for_trees_are_refused_at_start_up(
+    tmp_path, of_target, of_ssm, nodes, least
+):
+    paths = [str(tmp_path / name) for name in ("target", "ssm")]
+    for path, shape in zip(paths, (of_target, of_ssm), strict=True):
+        one_layer = {"num_hidden_layers": 1, "sliding_window": None, **LONG}
+        tiny_model("mistral", seed=0, **one_layer | shape).save_pretrained(path)
+    config = {"num_speculative_tokens": nodes}
+    env = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    llm = job(paths, config, max_model_len=POSITIONS)["llm"]
+    sentence = processes.call(refusal_of, llm, **env)
+    assert f"sliding windows must hold at least {least} tokens" in sentence
+
+
+def refusal_of(llm: dict) -> str:
+    """What an engine says that does not start."""
+    from vllm import LLM
+
+    with pytest.raises(Exception) as error:
+        LLM(**llm)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("family", PAIRS)

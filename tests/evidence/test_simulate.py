@@ -1,5 +1,6 @@
 """A recorded trace is what the engine did, and simulated trees are what they say."""
 
+import csv
 import io
 import itertools
 import json
@@ -186,6 +187,21 @@ def test_costs_are_those_of_the_rows_and_levels_of_the_whole_batch():
     assert Costs(rows, seconds, batch=2).over_plain(one) == pytest.approx(expected)
     with pytest.raises(ValueError, match="from 3 to 12 rows; got 1 to 9"):
         Costs(rows, seconds, batch=3).over_plain(one)
+
+
+def test_costs_are_measured_as_far_as_the_trees_go(run_command, tmp_path, capsys):
+    out, costs = tmp_path / "trace.jsonl", tmp_path / "costs.csv"
+    options = {"max-tokens": 4, "max-prompts": 2, "costs-out": costs}
+    said = run_command("record", out=out, tree="8,8", **options)
+    with costs.open(newline="") as file:
+        found = {
+            int(row["rows"]): float(row["seconds"]) for row in csv.DictReader(file)
+        }
+    # The recorded tree has 72 nodes.
+    assert list(found) == [1, 2, 4, 8, 16, 32, 64, 73] and min(found.values()) > 0
+    program, *arguments = said.splitlines()[-1].split()
+    assert program == "vllm-specinfer" and cli.main(arguments) == 0
+    assert "over plain" in capsys.readouterr().out
 
 
 def test_what_was_not_recorded_is_refused(tmp_path, capsys):

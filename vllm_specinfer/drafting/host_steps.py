@@ -160,10 +160,12 @@ class HostSteps:
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
         stats.seconds[DRAFT] += self._finished_at - started
+        # The host's own work is part of it: of many requests it is no little.
+        seconds = self._finished_at - proposed_at
         if work is not None and growing:
-            # The host's own work is part of it: of many requests it is no little.
-            seconds = self._finished_at - proposed_at
             self._budget.observe_draft(len(growing), *work, seconds)
+        elif work is not None:
+            self._budget.observe_prompts(input_batch.num_reqs, seconds)
         return stage(self._requests.device, drafts)[0][:, : asked.num_nodes]
 
     def _step(self, asked: DraftRequest, verified: WorkerStats) -> DraftStep:

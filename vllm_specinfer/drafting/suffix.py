@@ -63,6 +63,11 @@ class TextIndex:
         self.tokens.extend(tokens)
         self._last = run
 
+    def close(self, tokens: Sequence[int]) -> None:
+        """Hold these tokens and find nothing: places take thirty times their memory."""
+        self.tokens = array("i", tokens)
+        self._newest, self._older = {}, array("i")
+
     def longest_match(self, context: Sequence[int]) -> tuple[int, list[int]]:
         """How long the longest match of the context's end is, and the places after it.
 
@@ -114,27 +119,18 @@ class Suffixes:
         self._own = [TextIndex(MIN_OWN) for _ in range(self._max_num_reqs)]
         # The older one is dropped when the newer one is full.
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
-        # Texts that are to go into the newer one before it is searched.
-        self._ended: list[array] = []
 
     def end(self, slot: int, tokens: np.ndarray) -> None:
-        """The slot's request leaves this text [n] int32, and no index of its own."""
-        self._own[slot] = TextIndex(MIN_OWN)
-        self._ended.append(array("i", tokens.tolist()))
+        """Of the slot's request only the text is kept, for `start`."""
+        self._own[slot].close(tokens.tolist())
 
     def start(self, slot: int) -> None:
-        """Begin anew; a request that was preempted leaves its text, too."""
-        self._ended.append(self._own[slot].tokens)
+        """Keep the text of the slot's last request, and begin anew."""
+        text = [*self._own[slot].tokens, TEXT_END][-self._generation_size :]
+        if len(self._past[0].tokens) + len(text) > self._generation_size:
+            self._past = [TextIndex(MIN_PAST), self._past[0]]
+        self._past[0].extend(text)
         self._own[slot] = TextIndex(MIN_OWN)
-        self._index_ended()
-
-    def _index_ended(self) -> None:
-        for tokens in filter(None, self._ended):
-            text = [*tokens, TEXT_END][-self._generation_size :]
-            if len(self._past[0].tokens) + len(text) > self._generation_size:
-                self._past = [TextIndex(MIN_PAST), self._past[0]]
-            self._past[0].extend(text)
-        self._ended.clear()
 
     def read(self, slot: int, tokens: np.ndarray) -> TextIndex:
         """The index of a request, which now has these tokens [n]."""
@@ -157,7 +153,6 @@ class Suffixes:
         if length:
             paths = [self._repeated(own.tokens, place) for place in places]
             return _tree(paths, length, 1.0, self._num_nodes)
-        self._index_ended()
         for past in self._past:
             length, places = past.longest_match(context)
             if length:

@@ -124,6 +124,11 @@ def _add_record(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--out", type=out_file, required=True, help="the trace, JSONL")
     parser.add_argument("--tree", default="5,3,2,1,1", help="the expansion (5,3,2,1,1)")
     temperature_option(parser)
+    parser.add_argument(
+        "--costs-out",
+        type=out_file,
+        help="on a CPU: measure what steps take, too, and write it here, CSV",
+    )
     parser.set_defaults(run=_record)
 
 
@@ -131,8 +136,15 @@ def _record(args: argparse.Namespace) -> int:
     answers = answers_to(args, args.prompts, [args.temperature])
     from vllm_specinfer.evidence.record import record
 
-    steps = record(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv)
-    print(f"trace of {steps} in {args.out}; now vllm-specinfer simulate {args.out}")
+    steps, level_seconds = record(
+        *(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv),
+        args.costs_out,
+    )
+    costs = ""
+    if args.costs_out is not None:
+        costs = f" --costs {args.costs_out} --level-seconds {level_seconds:.2g}"
+    print(f"trace of {steps} in {args.out}; now")
+    print(f"    vllm-specinfer simulate {args.out}{costs}")
     return 0
 
 

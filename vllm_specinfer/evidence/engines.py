@@ -175,9 +175,14 @@ def core_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
+def worker_of(llm: Any) -> Any:
+    """An engine's only worker."""
+    return core_of(llm).model_executor.driver_worker.worker
+
+
 def runner_of(llm: Any) -> Any:
-    """The model runner of an engine's only worker."""
-    return core_of(llm).model_executor.driver_worker.worker.model_runner
+    """Its model runner."""
+    return worker_of(llm).model_runner
 
 
 def forget(llm: Any) -> None:

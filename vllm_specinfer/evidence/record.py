@@ -13,17 +13,23 @@ from vllm_specinfer import assets
 from vllm_specinfer.drafting.source import DraftStep
 from vllm_specinfer.drafting.sources import Drafts, SourceSet
 from vllm_specinfer.evidence.engines import (
+    check_cpu,
     check_one_worker,
     runner_of,
     start_engine,
     tree_counts,
+    worker_of,
 )
+from vllm_specinfer.evidence.tables import write_csv
 from vllm_specinfer.evidence.trace import step_line
 from vllm_specinfer.options import METHOD
 from vllm_specinfer.parse_trees import parse_tree
 from vllm_specinfer.results import made_by
+from vllm_specinfer.scheduling.start_costs import MOST_ROWS
 
 MAX_NUM_SEQS = 8
+# How often each size of a pass is measured, and which is a level's.
+COST_ROUNDS, LEVEL_ROWS = 7, 4
 MORE_ROOM = "raise VLLM_CPU_KVCACHE_SPACE, max_model_len or max_num_batched_tokens"
 
 
@@ -111,7 +117,8 @@ def record(
     tree: str,
     temperature: float,
     command: Sequence[str],
-) -> str:
+    costs: Path | None = None,
+) -> tuple[str, float]:
     """Answer prompts with a wide tree in every step and write the trace.
 
     Args:
@@ -121,9 +128,11 @@ def record(
         tree: The expansion.
         temperature: Of each answer; each prompt has a seed of its own.
         command: The command line, for the record.
+        costs: On a CPU, where what steps take is written (`write_costs`); None for
+            nowhere.
 
     Returns:
-        How many steps it has.
+        How many steps it has, and what `write_costs` does, 0 without it.
 
     Raises:
         ValueError: The input cannot be used, or vLLM counted other trees.
@@ -139,7 +148,11 @@ def record(
     config["scheduler"] = "static"
     # What is drafted for ahead of the host does not pass by the recorder.
     engine = {**answers.engine, "async_scheduling": False}
+    if costs is not None:
+        check_cpu("costs-out")
     llm = start_engine(answers.target, room, MAX_NUM_SEQS, config, engine)
+    most_rows = 1 + shape.num_nodes
+    level_seconds = 0.0 if costs is None else write_costs(costs, llm, most_rows)
     params = [
         SamplingParams(temperature=temperature, max_tokens=answers.max_tokens, seed=i)
         for i in range(len(prompts))
@@ -162,10 +175,35 @@ def record(
     _check(llm, recorder)
     unfinished.replace(out)
     whole = recorder.num_steps - recorder.num_cut
-    if not recorder.num_cut:
-        return f"{whole} steps"
-    cut = f"{recorder.num_cut} whose trees were cut: {MORE_ROOM}"
-    return f"{whole} steps, without {cut}"
+    said = f"{whole} steps"
+    if recorder.num_cut:
+        said += f", without {recorder.num_cut} whose trees were cut: {MORE_ROOM}"
+    return said, level_seconds
+
+
+def write_costs(out: Path, llm: Any, most_rows: int) -> float:
+    """Measure passes of made-up tokens, as a CSV for `simulate`.
+
+    Args:
+        out: Gets rows of a pass and the target's seconds, medians.
+        llm: An engine on a CPU, whose SSMs run along.
+        most_rows: The largest pass has as many at least.
+
+    Returns:
+        Seconds of the SSMs' passes over so many rows as a level has, the median.
+    """
+    worker = worker_of(llm)
+    largest = worker.vllm_config.scheduler_config.max_num_batched_tokens
+    most_rows = min(max(most_rows, MOST_ROWS), largest)
+    sizes = [1 << k for k in range((most_rows - 1).bit_length())] + [most_rows]
+    found: dict[int, list[tuple[float, float]]] = {rows: [] for rows in sizes}
+    for _ in range(COST_ROUNDS):
+        for rows in sizes:
+            found[rows].append(worker.time_pass(rows))
+    seconds = {rows: np.median(pairs, axis=0).tolist() for rows, pairs in found.items()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(out, [{"rows": rows, "seconds": s[0]} for rows, s in seconds.items()])
+    return seconds[LEVEL_ROWS][1]
 
 
 def _check(llm: Any, recorder: Recorder) -> None:

@@ -7,6 +7,7 @@ The root is the last verified token; it is implicit and numbered 0 in *rows*
 order: every parent precedes its children, so any prefix of the node list is a tree.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -96,8 +97,12 @@ def ancestor_bits(parents: np.ndarray) -> np.ndarray:
     return rows.reshape(len(parents), parents.shape[1] + 1, words)
 
 
+@functools.cache
 def chain_bits(num_rows: int, words: int) -> np.ndarray:
-    """[num_rows, words] int64: the lower triangle, an ordinary causal mask."""
+    """[num_rows, words] int64: the lower triangle, an ordinary causal mask.
+
+    The same array each time, which nobody writes to.
+    """
     seen = np.arange(1, num_rows + 1)[:, None] - np.arange(words) * WORD_BITS
     partly = (np.int64(1) << seen.clip(0, WORD_BITS - 1)) - 1
     return np.where(seen < WORD_BITS, partly, -1)

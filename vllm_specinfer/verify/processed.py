@@ -30,10 +30,11 @@ class ProcessedSampler(Sampler):
     temperature, top-k, top-p, min-p and draws are vLLM's own.
 
     Attributes:
-        processed: [G, V] the next call's logits behind the processors.
+        processed: [G, V] the next call's logits behind the processors; no longer held
+            than that needs them.
     """
 
-    processed: torch.Tensor
+    processed: torch.Tensor | None = None
 
     def __init__(self, sampler: Sampler) -> None:
         """Share `sampler`."""
@@ -43,7 +44,8 @@ class ProcessedSampler(Sampler):
 
     def sample(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, of `processed`."""
-        return super().sample(self.processed, *args, **kwargs)
+        processed, self.processed = self.processed, None
+        return super().sample(processed, *args, **kwargs)
 
 
 def process(sampler: Sampler, logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
