@@ -98,7 +98,8 @@ def test_windows_too_small_for_trees_are_refused_at_start_up(
         tiny_model("mistral", seed=0, **one_layer | shape).save_pretrained(path)
     config = {"num_speculative_tokens": nodes}
     env = {"VLLM_LOGGING_LEVEL": "ERROR"}
-    llm = job(paths, config, max_model_len=POSITIONS)["llm"]
+    room = {"max_model_len": POSITIONS, "kv_cache_memory_bytes": engine.KV_BYTES}
+    llm = job(paths, config, **room)["llm"]
     sentence = processes.call(refusal_of, llm, **env)
     assert f"sliding windows must hold at least {least} tokens" in sentence
 

@@ -77,7 +77,10 @@ def check_cpu(command: str) -> None:
 def check_one_worker(engine: dict[str, Any]) -> None:
     """Raises ValueError where `--engine` asks for ranks, which one cannot look into."""
     if (ranks := engine.get("tensor_parallel_size", 1)) != 1:
-        raise ValueError(f"tensor_parallel_size must be 1 for this; got {ranks}")
+        raise ValueError(
+            "tensor_parallel_size must be 1 where one looks into the only worker; got "
+            f"{ranks}"
+        )
 
 
 def start_engine(
@@ -129,7 +132,6 @@ def start_engine(
 def warn_of_waits(llm: Any, num_requests: int) -> None:
     """Say so where K/V has no room for so many requests of the greatest length."""
     config = llm.llm_engine.vllm_config
-    # On every rank as much.
     room = config.cache_config.kv_cache_max_concurrency
     if room is not None and room < num_requests:
         print(

@@ -69,8 +69,11 @@ def verify_draws(
     return found, p
 
 
-class DrawTestingSampler(ProcessedSampler):
-    """Rows with drawn children take the token their tests give."""
+class DrawTestingSampler(ProcessedSampler, Sampler):
+    """Rows with drawn children take the token their tests give.
+
+    `seams.py` finds what is overridden by the class of vLLM's that is named here.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         """Share `sampler`."""
