@@ -131,10 +131,9 @@ def layer_reason(
                 return _layer_sentence(name, f"{kind} attention")
         backend = getattr(layer, "attn_backend", None)
         builder = backend and backend.get_builder_cls()
+        takes_trees = getattr(builder, "takes_trees", False)
         # vLLM has layers that change what a backend's builder makes of a step.
-        if getattr(builder, "takes_trees", False) and "takes_trees" not in vars(
-            builder
-        ):
+        if takes_trees and "takes_trees" not in vars(builder):
             return _layer_sentence(name, type(layer).__name__)
         if getattr(layer, "kv_lora_rank", None) is not None:
             return _layer_sentence(name, "MLA")
