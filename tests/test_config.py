@@ -80,6 +80,15 @@ def test_fewer_nodes_than_the_expansion_truncates_and_says_so():
     assert whole.truncation_notice is None
 
 
+def test_each_ssms_own_expansion_is_truncated_and_lookups_have_none():
+    own = {"model": "m", "tree": "1,3", "num_speculative_tokens": 2}
+    options = parse_options({"ssms": [own, "n"], "num_speculative_tokens": 8})
+    assert "[1, 3] has 4 nodes" in options.truncation_notice
+    assert "num_speculative_tokens 2 cuts the last 2" in options.truncation_notice
+    lookup = {"model": "ngram", "tree": "1,1,3,1", "num_speculative_tokens": 4}
+    assert parse_options(lookup).truncation_notice is None
+
+
 def test_dashes_in_keys_are_underscores():
     options = parse_options({"model": "m", "num-speculative-tokens": 3})
     assert options.num_speculative_tokens == 3

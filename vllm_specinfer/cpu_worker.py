@@ -53,12 +53,12 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
             super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Where no engine like this one has learned what steps cost, measure it."""
+        """Where the budget goes by what steps cost, measure it."""
         times = super().compile_or_warm_up_model()
         speculator = self.model_runner.speculator
         # With adapters every made-up pass makes some up, too, which takes its time.
         measures = self.vllm_config.lora_config is None
-        if measures and not speculator.budget.knows_costs:
+        if measures and speculator.budget.learns:
             scheduler = self.vllm_config.scheduler_config
             most = scheduler.max_num_seqs * (speculator.num_speculative_steps + 1)
             most = min(most, scheduler.max_num_batched_tokens)

@@ -234,17 +234,18 @@ class SpecInferOptions:
 
     @property
     def truncation_notice(self) -> str | None:
-        """What N cuts off the expansion, or None where the whole tree fits."""
-        if not isinstance(self.tree, ExpansionTree):
-            return None
-        num_cut = self.tree.num_nodes - self.num_speculative_tokens
-        if num_cut <= 0:
-            return None
-        return (
-            f"The expansion {list(self.tree.widths)} has {self.tree.num_nodes} "
-            f"nodes; num_speculative_tokens {self.num_speculative_tokens} cuts "
-            f"the last {num_cut} off."
-        )
+        """What N cuts off the SSMs' expansions, or None where whole trees fit."""
+        notices = []
+        for ssm in self.ssms:
+            tree = ssm.tree or self.tree
+            most = ssm.num_speculative_tokens or self.num_speculative_tokens
+            num_cut = tree.num_nodes - most
+            if isinstance(tree, ExpansionTree) and num_cut > 0:
+                notices.append(
+                    f"The expansion {list(tree.widths)} has {tree.num_nodes} nodes; "
+                    f"num_speculative_tokens {most} cuts the last {num_cut} off."
+                )
+        return " ".join(dict.fromkeys(notices)) or None
 
 
 def is_int(value: Any) -> bool:

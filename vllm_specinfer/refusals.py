@@ -10,9 +10,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm_specinfer.draft_heads import eagle_type
 from vllm_specinfer.flags import CUDA_ENV, is_on
-from vllm_specinfer.model_refusals import head_reason, model_reason
+from vllm_specinfer.model_refusals import model_reason
 from vllm_specinfer.options import XFORMERS
 
 if TYPE_CHECKING:
@@ -265,11 +264,6 @@ def check_vllm_config(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
     refuse(engine_reason(vllm_config, parallel, target, cache_dtype))
     refuse(checkpoint_cache_reason(cache_dtype, target, spec.ssm_model_configs))
-    for ssm in spec.ssm_model_configs:
-        if eagle_type(ssm) is None:
-            refuse(model_reason(ssm, "the SSM"))
-        else:
-            refuse(head_reason(ssm, target))
 
 
 def refuse(reason: str | None) -> None:

@@ -216,7 +216,7 @@ class TreeSpeculator(DraftModelSpeculator):
     def add_blocks(self, slot: int, block_ids: BlockIds) -> None:
         """The request in this slot gets blocks, of each KV cache group."""
         for source in self.sources.ssms:
-            source.ssm.kv.blocks.append(slot, block_ids)
+            source.ssm.kv.append(slot, block_ids)
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""

@@ -171,7 +171,7 @@ class Drafter:
 @pytest.fixture
 def steps(monkeypatch):
     """Ahead steps with two SSMs; all that they talk to is an attribute."""
-    sources = SimpleNamespace(lookups=[], ssms=[Ssm(), Ssm()], notes={})
+    sources = SimpleNamespace(lookups=[], ssms=[Ssm(), Ssm()], reading=False, notes={})
     sources.experience = SimpleNamespace(
         note_tree=lambda slot, *tree: sources.notes.update({slot: tree})
     )
@@ -356,6 +356,13 @@ def test_where_the_ssms_have_more_to_read_the_host_drafts(steps):
     assert found == (True, True) and not steps.drafter.launched
     # 12 tokens with the last step's new one, 7 of which each SSM has read.
     assert steps.budget.unread == [2 * 2 * 5]
+
+
+def test_a_catch_up_in_pieces_is_decided_on_once(steps):
+    steps.drafter.is_following, steps.budget.draft = False, False
+    steps.sources.reading = True
+    found, _ = draft(steps, a_batch([3, 0]))
+    assert found == (True, True) and steps.budget.unread == []
 
 
 def test_prompts_are_read_and_who_has_ended_one_gets_a_tree(steps):

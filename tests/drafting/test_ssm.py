@@ -55,7 +55,6 @@ class Engine:
 
     def _run_rows(self, rows, states):
         self.num_rows = len(rows.tokens)
-        self.ssm.kv.overwrite(rows.kv_slots)
         owners = np.repeat(rows.slots, np.diff(rows.starts))
         for slot, position, kv_slot, token in zip(
             owners, rows.positions, rows.kv_slots, rows.tokens, strict=True
@@ -94,13 +93,17 @@ class Engine:
         blocks += (
             free if self.rng.random() < 0.7 else self.rng.permutation(free).tolist()
         )
-        self.ssm.kv.blocks._counts[slot] = len(blocks)
+        first, later = blocks[: cached // SIZE + 1], blocks[cached // SIZE + 1 :]
+        counts = self.ssm.kv.blocks._counts
+        counts[slot] = len(first)
         self.texts[slot] = new
         self.unheard = [(s, *rest) for s, *rest in self.unheard if s != slot]
         request = SimpleNamespace(
-            block_ids=[blocks], num_computed_tokens=cached, prefill_token_ids=new
+            block_ids=[first], num_computed_tokens=cached, prefill_token_ids=new
         )
         self.ssm.start(slot, request)
+        self.ssm.kv.append(slot, [later])
+        counts[slot] = len(blocks)
         self.num_cached += self.ssm.kv.num_read(np.array([slot]))[0]
 
     def step(self, most):
@@ -144,7 +147,6 @@ class Engine:
     def follow(self, slots, before):
         """What the device does: the last step's tokens, then scratch behind them."""
         self.num_followed += 1
-        self.ssm.kv.overwrite_unknown(slots)
         for slot, first in zip(slots.tolist(), before, strict=True):
             text = self.texts[slot]
             for position in range(first, len(text)):
@@ -210,24 +212,38 @@ def test_a_block_whose_last_token_is_run_again_stays_known():
     assert engine.ssm.kv._written.start(1, blocks, text) == len(text)
 
 
+def test_what_a_block_held_before_is_forgotten_when_a_request_gets_it():
+    engine = Engine(0)
+    engine.start(0)
+    text = [1, 2, 0, 1, 2, 0]
+    read_all(engine, text)
+    blocks = engine.ssm.kv.blocks.table[0].tolist()
+    engine.ssm.kv.append(1, [blocks[1:2]])
+    assert engine.ssm.kv._written.start(1, blocks, text) == SIZE
+
+
 def test_what_a_block_held_before_is_forgotten_where_scratch_may_be():
     engine = Engine(0)
     engine.start(0)
     text = [1, 2, 0, 1, 2, 0, 1, 2]
     read_all(engine, text)
-    # As if the request had begun anew, with two blocks less.
-    engine.ssm.kv.read_again(np.array([0]), np.array([4]))
+    # Another request gets the same blocks, and the first token of another one's text
+    # behind its own.
+    blocks = engine.ssm.kv.blocks.table[0].tolist()
+    request = SimpleNamespace(
+        block_ids=[blocks], num_computed_tokens=0, prefill_token_ids=text[:6]
+    )
+    engine.ssm.start(0, request)
     read_all(engine, text[:6])
     engine.texts[0] = text[:7]
     engine.follow(np.array([0]), [6])
-    blocks = engine.ssm.kv.blocks.table[0].tolist()
     assert engine.ssm.kv._written.start(1, blocks, text) == 6
 
 
 @pytest.mark.parametrize(("lookahead", "unread"), [(0, 7 + 2), (1, 6 + 1)])
 def test_what_an_ssm_has_not_read(lookahead, unread):
     kv = draft_kv(4, lookahead)
-    kv.read_again(np.arange(4), np.array([3, 9, 5, 8]))
+    kv._num_read[:] = [3, 9, 5, 8]
     assert kv.num_unread(np.array([0, 3, 2]), np.array([10, 8, 7])) == unread
 
 
@@ -255,7 +271,7 @@ def test_no_pass_has_more_rows_than_the_model_was_compiled_for():
     """vLLM compiles for at most max_num_batched_tokens (piecewise_backend.py)."""
     ssm = NeuralSSM.__new__(NeuralSSM)
     ssm._scheduler_config = SimpleNamespace(max_num_batched_tokens=4)
-    ssm.num_rows, ssm.kv = 0, SimpleNamespace(overwrite=lambda kv_slots: None)
+    ssm.num_rows = 0
     found = torch.zeros(4, 1), torch.zeros(4, 1)
 
     def run_piece(rows, states):

@@ -24,7 +24,6 @@ class Cache:
     def write(self, blocks, values, first):
         """Write values at positions from `first` on."""
         slots = [self.slot(blocks, first + i) for i in range(len(values))]
-        self.written.overwrite(np.array(slots, np.int64))
         for slot, value in zip(slots, values, strict=True):
             self.slots[slot] = value
 
@@ -58,9 +57,12 @@ def test_exactly_what_the_ssm_has_written_counts_as_cached(seed):
         first = cache.written.start(0, blocks, cached)
         assert first == cache.valid(blocks, cached)
         lengths.append(first)
+        # The others of its blocks are new ones, of whatever text.
+        for position in range(first, 6 * SIZE):
+            cache.slots[cache.slot(blocks, position)] = GARBAGE
         if rng.random() < 0.03:  # sleeps
             cache.slots = [GARBAGE] * len(cache.slots)
-            cache.written.forget()
+            cache.written.forget_all()
         if rng.random() < 0.3:
             continue  # the SSM sits this request out
         cache.read(blocks, tokens, first)

@@ -328,7 +328,7 @@ def test_costs_of_steps_are_known_again_where_there_was_no_ssm():
     for rows in (1, 4, 9):
         old.observe_step(rows, 1e-3 * rows, rows > 1)
     new.recall(old.learned())
-    assert new.knows_costs and new.learned()["profile"] is None
+    assert new._step.known and new.learned()["profile"] is None
     assert new._step.seconds(4) == pytest.approx(old._step.seconds(4))
 
 

@@ -137,7 +137,7 @@ def test_a_budget_of_another_size_is_refused():
             experience, budget = engine()
             with pytest.raises((TypeError, ValueError)):
                 experience.recall(learned)
-            assert not budget.knows_costs
+            assert not budget._step.known
             numbers[0] = right
 
 

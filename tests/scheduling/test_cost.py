@@ -51,6 +51,14 @@ def test_a_pause_is_forgotten_and_a_slower_machine_is_believed():
     assert cost.seconds(9) == pytest.approx(0.1, rel=0.05)
 
 
+def test_a_line_that_is_far_too_high_is_forgotten_at_once():
+    cost = measured(50e-3, 2e-3, [9, 17] * 50)
+    cost.observe(9, 0.8 * 68e-3)
+    assert cost.seconds(9) > 66e-3
+    cost.observe(9, 20e-3)
+    assert cost.seconds(9) == pytest.approx(20e-3, rel=0.01)
+
+
 def test_timings_that_nothing_has_followed_count_for_less():
     def after(count, seconds):
         cost = measured(10e-3, 0.4e-3, [9, 17] * 50)

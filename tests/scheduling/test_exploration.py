@@ -113,12 +113,13 @@ def test_a_text_where_it_pays_is_told_from_the_one_before():
     assert not asked[0] and all(asked[FIRST_PAUSE:])
 
 
-def levels_drafted(budget, rng, steps, slower):
+def levels_drafted(budget, rng, steps, slower, step_slower=2):
     """How many levels these steps have had at last, in the mean of 100.
 
     Args:
         slower: What drafts take of their usual time, either at random; none where the
             machine is not busy.
+        step_slower: How many times as long steps take, where it is.
     """
     chances = np.array([[0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]])
     unread, depths = 100, []
@@ -135,21 +136,42 @@ def levels_drafted(budget, rng, steps, slower):
             least = budget.least_score(np.log(chances), drafted=True)
             rows += int((np.log(chances) >= least).sum())
         depths.append(levels)
-        seconds = (2 if slower else 1) * (16e-3 + 0.6e-3 * rows)
+        seconds = (step_slower if slower else 1) * (16e-3 + 0.6e-3 * rows)
         budget.observe_step(rows, seconds, rows > 1)
     return np.mean(depths[-100:])
 
 
+@pytest.mark.parametrize("step_slower", [2, 5])
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("busy_steps", [60, 300, 1000])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_busy_machine_has_taught_is_unlearned(seed, busy_steps, restarts):
+def test_what_a_busy_machine_has_taught_is_unlearned(
+    seed, busy_steps, restarts, step_slower
+):
     budget, rng = LoadBudget(8), np.random.default_rng(seed)
-    levels_drafted(budget, rng, busy_steps, slower=(2, 16))
+    levels_drafted(budget, rng, busy_steps, (2, 16), step_slower)
     if restarts:
         learned, budget = budget.learned(), LoadBudget(8)
         budget.recall(learned)
     assert levels_drafted(budget, rng, 1000, slower=()) > 1.5
+
+
+def test_a_quick_plain_step_does_not_make_trees_look_dear():
+    budget, scores = LoadBudget(8), np.log([[0.45, 0.26, 0.17, 0.12, *[0.05] * 4]])
+
+    def tree_step(slower):
+        budget.observe_draft(1, 9, 2, slower * 5e-3)
+        budget.least_score(scores, drafted=True)
+        budget.observe_step(9, slower * 16e-3, True)
+
+    budget.observe_step(1, 5 * 11e-3, False)
+    for _ in range(500):
+        tree_step(slower=5)
+    # The machine is not busy any more.
+    tree_step(slower=1)
+    budget.observe_step(1, 11e-3, False)
+    assert budget.drafts(1)
+    assert budget._step.seconds(9, True) < 25e-3
 
 
 def test_tries_that_cost_far_less_than_foretold_are_not_the_last():

@@ -8,7 +8,6 @@ import pytest
 from vllm_specinfer import cpu_worker
 from vllm_specinfer.cpu_worker import SpecInferCPUWorker
 from vllm_specinfer.scheduling import start_costs
-from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.exploration import SHORTEST_RUN
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.worker import TreeWorker
@@ -43,20 +42,32 @@ def test_made_up_adapters_are_nobodys_costs(monkeypatch, adapters):
     )
     monkeypatch.setattr(cpu_worker, "of_first_rank", lambda seconds: seconds)
     assert worker.compile_or_warm_up_model() == "times"
-    assert bool(runs) == budget.knows_costs == (adapters is None)
+    assert bool(runs) == budget._step.known == (adapters is None)
 
 
 def test_a_budget_starts_with_what_passes_take():
     budget, machine = LoadBudget(8), Machine()
-    assert not budget.knows_costs and Budget().knows_costs
     start_costs.measure(budget, machine.run, most_rows=40)
-    assert budget.knows_costs
     assert machine.runs == [1, 2, 4, 8, 16, 32] * start_costs.ROUNDS
     for rows in (1, 9, 30):
         seconds = budget._step.seconds(rows)
         assert seconds == pytest.approx(10e-3 + 0.4e-3 * rows, rel=0.05)
     # A draft of three levels is four passes.
     assert budget._draft.seconds(12, 3) == pytest.approx(4e-3, rel=0.1)
+
+
+def test_costs_of_a_busy_machine_are_not_recalled_where_they_are_measured():
+    busy, budget = LoadBudget(8), LoadBudget(8)
+    start_costs.measure(busy, Machine(slow=5).run, most_rows=64)
+    busy.observe_step(9, 80e-3, True)
+    busy.observe_draft(1, 9, 2, 50e-3)
+    busy.least_score(np.log(np.full((1, 8), 0.4)), drafted=True)
+    budget.recall(busy.learned())
+    start_costs.measure(budget, Machine().run, most_rows=64)
+    assert budget._step.seconds(9, True) == pytest.approx(13.6e-3, rel=0.05)
+    assert budget._draft.seconds(12, 3) == pytest.approx(4e-3, rel=0.1)
+    # What trees bring is no question of time.
+    assert budget.learned()["profile"] == busy.learned()["profile"] is not None
 
 
 def test_no_step_goes_without_nodes_to_learn_what_is_known():
@@ -88,7 +99,7 @@ def test_a_slow_model_is_not_measured_for_long():
     budget, machine = LoadBudget(8), Machine(slow=100)
     start_costs.measure(budget, machine.run, most_rows=64)
     assert machine.runs == [1, 2, 4]
-    assert budget.knows_costs
+    assert budget._step.known
     patient = Machine(slow=10_000)
     start_costs.measure(LoadBudget(8), patient.run, most_rows=64)
     assert patient.runs == [1]

@@ -240,7 +240,9 @@ class AheadSteps:
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
         ssms = [source.ssm for source in self._sources.ssms]
         unread += sum(int((known - ssm.kv.num_read(slots)).sum()) for ssm in ssms)
-        asks = bool(ssms) and self._budget.drafts(num_reqs, unread, most=most)
+        asks = bool(ssms) and (
+            self._sources.reading or self._budget.drafts(num_reqs, unread, most=most)
+        )
         return Decision(grows=True, asks=asks)
 
     def _read(

@@ -81,7 +81,6 @@ class DeviceTrees:
         self,
         hidden: torch.Tensor,
         slots: np.ndarray,
-        num_tokens: np.ndarray,
         roots: DraftRows,
         correction: tuple[float, float],
         worth: Worth,
@@ -91,7 +90,6 @@ class DeviceTrees:
         Args:
             hidden: [R, hidden] of the roots.
             slots: [R] request slots.
-            num_tokens: [R] committed tokens, the root included.
             roots: The requests' parameters.
             correction: `Calibration.line`.
             worth: Of expanding nodes.
@@ -103,8 +101,6 @@ class DeviceTrees:
         graphs.fill(self._inputs(slots, roots, correction))
         graphs.start_at(hidden)
         num_levels = self._run(graphs, worth, len(slots))
-        num_rows = graphs.num_rows(num_levels)
-        self._ssm.kv.overwrite_scratch(slots, num_tokens, num_rows)
         wait = graphs.candidates(len(slots), num_levels)
 
         def found() -> Candidates:
@@ -140,7 +136,6 @@ class DeviceTrees:
         """
         graphs = self.of(len(slots), roots.temperatures.any())
         graphs.fill(self._inputs(slots, roots, correction))
-        self._ssm.kv.overwrite_unknown(slots)
         graphs.catch_up(num_new, states)
         self._ssm.num_rows += graphs.num_reqs * self._window
         return self._run(graphs, worth, len(slots))

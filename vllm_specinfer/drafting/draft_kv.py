@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.block_table import BlockTables
 
-from vllm_specinfer.drafting.host_blocks import HostBlocks
+from vllm_specinfer.drafting.host_blocks import BlockIds, HostBlocks
 from vllm_specinfer.drafting.written_blocks import WrittenBlocks
 
 
@@ -52,7 +52,7 @@ class DraftKV:
 
     def forget(self) -> None:
         """The KV cache has lost what was in it; no request runs."""
-        self._written.forget()
+        self._written.forget_all()
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
@@ -63,6 +63,11 @@ class DraftKV:
         self._num_read[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
         )
+
+    def append(self, slot: int, block_ids: BlockIds) -> None:
+        """A slot's request gets blocks."""
+        self.blocks.append(slot, block_ids)
+        self._written.forget(block_ids[self._group_id])
 
     def limits(self, slots: np.ndarray) -> np.ndarray:
         """[R] rows that the request owns K/V slots for."""
@@ -81,10 +86,6 @@ class DraftKV:
     def num_read(self, slots: np.ndarray) -> np.ndarray:
         """[R] rows of these requests whose K/V is known to be there."""
         return self._num_read[slots]
-
-    def read_again(self, slots: np.ndarray, num_rows: np.ndarray) -> None:
-        """Of these requests no more rows [R] than these are known to be there."""
-        self._num_read[slots] = num_rows
 
     def has_read(self, slot: int, num_tokens: int, tokens: np.ndarray) -> None:
         """The K/V of a request's text, of so many tokens, has been written.
@@ -130,22 +131,3 @@ class DraftKV:
     def paging(self) -> tuple[torch.Tensor, int]:
         """[S, max_blocks] int32 blocks of all slots on the device, and their size."""
         return self.blocks.on_device, self._block_size
-
-    def overwrite(self, kv_slots: np.ndarray) -> None:
-        """These KV cache slots, some of them PAD, may be written to."""
-        self._written.overwrite(kv_slots[kv_slots != PAD_SLOT_ID])
-
-    def overwrite_scratch(
-        self, slots: np.ndarray, num_tokens: np.ndarray, count: int
-    ) -> None:
-        """So many scratch slots of requests [R] may be written to."""
-        first = np.repeat(num_tokens - self._lookahead, count)
-        positions = first + np.tile(np.arange(count), len(slots))
-        self.overwrite(self.kv_slots(np.repeat(slots, count), positions))
-
-    def overwrite_unknown(self, slots: np.ndarray) -> None:
-        """All slots of requests [R] may be written to but those known to be read."""
-        size = self._block_size
-        first, held = self._num_read[slots] // size, self.blocks.held(slots)
-        for slot, begin, end in zip(slots.tolist(), first, held, strict=True):
-            self.overwrite(self.blocks.table[slot, begin:end].astype(np.int64) * size)

@@ -127,7 +127,7 @@ class NeuralSource:
             Waits for the trees.
         """
         hidden = self.ssm.catch_up(step)
-        slots, num_tokens = step.slots[step.growing], step.num_tokens[step.growing]
+        slots = step.slots[step.growing]
         tested = step.tests_draws and step.roots.temperatures.any()
         fits = self.on_device and 0 < len(slots) <= self.on_device.max_num_reqs
         if not fits or self.predictor or tested:
@@ -136,7 +136,6 @@ class NeuralSource:
         found = self.on_device.grow(
             hidden,
             slots,
-            num_tokens,
             step.roots,
             self.calibration.line,
             self._budget.worth(),

@@ -79,7 +79,11 @@ class Decision(NamedTuple):
 
 
 class SourceSet:
-    """Lookups cost next to nothing and go first; SSMs add what they cannot know."""
+    """Lookups cost next to nothing and go first; SSMs add what they cannot know.
+
+    Attributes:
+        reading: It has been decided to ask SSMs that have to read before.
+    """
 
     def __init__(
         self,
@@ -106,8 +110,7 @@ class SourceSet:
         # The lowest score of a node: what an SSM would not drop is kept.
         self.least = min((ssm.least for ssm in ssms), default=tree.least_score)
         self._budget = budget
-        # It has been decided to ask SSMs that have to read before.
-        self._reading = False
+        self.reading = False
         self.experience = Experience(self.all(), budget)
 
     @property
@@ -236,7 +239,7 @@ class SourceSet:
         """Whether the SSMs take part in this step, given the lookups' scores [R, C]."""
         if not self.ssms:
             return False
-        if self._reading:
+        if self.reading:
             return True
         kv_of_ssms = [source.ssm.kv for source in self.ssms]
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
@@ -251,8 +254,8 @@ class SourceSet:
         behind = [source.ssm for source in self.ssms if source.ssm.is_far_behind(step)]
         for ssm in behind:
             ssm.read_some(step)
-        self._reading = bool(behind)
-        return self._reading
+        self.reading = bool(behind)
+        return self.reading
 
     def _ask_ssms(
         self, step: DraftStep, least: np.ndarray, most: int

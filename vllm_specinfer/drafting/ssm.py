@@ -193,7 +193,6 @@ class NeuralSSM:
             kv_slots=self.kv.kv_slots(row_slots, positions),
         )
         hidden = self._run_rows(rows, self._states(slots, counts))
-        self.kv.read_again(slots, first)  # a block's last token, perhaps
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
             self.kv.has_read(slot, end + self.lookahead, step.all_token_ids[slot])
         return hidden
@@ -286,7 +285,6 @@ class NeuralSSM:
     def _run_rows(self, rows: PassRows, states: torch.Tensor | None) -> torch.Tensor:
         """[F, hidden] hidden states of rows, whose K/V is written."""
         self.num_rows += len(rows.tokens)
-        self.kv.overwrite(rows.kv_slots)
         pieces = rows.pieces(self._scheduler_config.max_num_batched_tokens)
         if len(pieces) == 1:
             return self._taken(self._run_piece(rows, states))

@@ -30,9 +30,12 @@ class WrittenBlocks:
     def start(self, slot: int, blocks: Sequence[int], tokens: Sequence[int]) -> int:
         """A request starts in a slot with cached blocks.
 
+        Nothing is known any more of the others of its blocks: the SSM may write there
+        until it has completed them.
+
         Args:
             slot: Its slot.
-            blocks: Its blocks, in order.
+            blocks: All of its blocks, in order.
             tokens: Its cached tokens; they fill the first blocks.
 
         Returns:
@@ -41,15 +44,17 @@ class WrittenBlocks:
         self._chains[slot] = []
         chain = self._chain(slot, np.array(tokens, np.int32))
         known = self._digests[list(blocks[: len(chain)])] == chain
-        return int(np.logical_and.accumulate(known).sum()) * self._block_size
+        num_known = int(np.logical_and.accumulate(known).sum())
+        self.forget(blocks[num_known:])
+        return num_known * self._block_size
 
-    def forget(self) -> None:
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Know nothing about these blocks again: a request has got them."""
+        self._digests[list(blocks)] = _UNKNOWN
+
+    def forget_all(self) -> None:
         """Know nothing about any block again."""
         self._digests[:] = _UNKNOWN
-
-    def overwrite(self, kv_slots: np.ndarray) -> None:
-        """The SSM is about to write to these KV cache slots, none of them PAD."""
-        self._digests[kv_slots // self._block_size] = _UNKNOWN
 
     def complete(self, slot: int, blocks: np.ndarray, tokens: np.ndarray) -> None:
         """The SSM's K/V of all these tokens of a request is in its blocks."""

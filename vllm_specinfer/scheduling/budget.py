@@ -52,8 +52,6 @@ class Budget:
 
     # Chances are compared with what gets accepted.
     learns = False
-    # Whatever is to be known of costs is known.
-    knows_costs = True
 
     def grows(self, num_reqs: int) -> bool:
         """Whether this step's R trees may have nodes; asked once per step."""
@@ -116,15 +114,6 @@ class Budget:
             most: Nodes of a tree in this step; None for N.
         """
         return -np.inf
-
-    def start_from(self, rows: int, target: float, ssms: float) -> None:
-        """Before the first request: passes of so many rows take so many seconds.
-
-        Args:
-            rows: Of the pass.
-            target: Seconds of the target's.
-            ssms: Seconds of the SSMs', one after the other.
-        """
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
         """A target step without a prompt took so long, all but its drafting."""

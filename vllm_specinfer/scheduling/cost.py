@@ -19,6 +19,9 @@ RECALLED_STEPS = 10.0
 NEW_TIMINGS, MANY_TIMINGS = 4, 20
 # A timing that far above the line was a pause, unless it repeats.
 PAUSE, MAX_PAUSES = 4.0, 5
+# Nothing is done faster than it can be: one that far below the line shows that the
+# machine was busy when the others were taken.
+CHEAP = 0.5
 
 
 class CostLine:
@@ -39,13 +42,14 @@ class CostLine:
                 steps, those with trees, begins lower.
         """
         self._sizes, self._passes = sizes, passes
-        self._clear()
+        self.clear()
         self._pauses = 0
+
+    def clear(self) -> None:
+        """Nothing is known."""
         # The line, and how many timings it lacks.
         self._solved: list[float] | None = None
         self._num_new = 0
-
-    def _clear(self) -> None:
         # Weighted normal equations of the features 1, rows, extra: of timings without
         # an extra, and with one. Written in every step: of so few numbers NumPy takes
         # several times as long.
@@ -68,7 +72,9 @@ class CostLine:
             self._pauses += 1
             if self._pauses < MAX_PAUSES:
                 return
-            self._clear()  # not a pause: the machine changed
+            self.clear()  # not a pause: the machine changed
+        elif seconds < CHEAP * self.seconds(rows, extra):
+            self.clear()
         self._pauses = 0
         kind = int(extra > 0)
         self._scale(1 - kind, OTHERS_FORGETTING)

@@ -90,8 +90,3 @@ class Tries:
         self._patience *= LONGER
         self._idle_steps, self.left = 0, TRIES - 1
         return paused
-
-    def prolong(self) -> None:
-        """A try took far less than it should have: one more follows it, at least."""
-        if self.left is not None:
-            self.left = max(self.left, 1)

@@ -9,7 +9,7 @@ Dimension legend: R requests of a step, C candidates per request, N nodes per re
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,8 +32,6 @@ LEAST_DRAFTS = 8
 CAUTION = 0.9
 # No node is asked for more than this chance; nothing is quite sure.
 MOST_LEAST = 0.99
-# Tries go on while drafts take less than this part of what they should.
-CHEAP = 0.5
 # Drafting that pays begins anew only where so many steps bring more than that costs.
 PAYBACK_STEPS = 128
 # After so many drafts without a level one has some, whatever they seem to cost, and so
@@ -290,17 +288,21 @@ class LoadBudget(Budget):
             self._tokens_per_second = rate
         self._tokens_per_second += (rate - self._tokens_per_second) / RATE_MEMORY
 
-    @property
-    def knows_costs(self) -> bool:
-        """Something was recalled or observed."""
-        return self._step.known
+    def start_from(self, passes: Mapping[int, tuple[float, float]]) -> None:
+        """Before the first request: what passes take now, whatever was recalled.
 
-    def start_from(self, rows: int, target: float, ssms: float) -> None:
-        """A pass of a level costs the SSMs as much as the pass that catches up."""
-        self._step.observe(rows, target)
-        for levels in (0, 1):
-            passes = 1 + levels
-            self._draft.observe(passes * rows, passes * ssms, levels)
+        A pass of a level costs the SSMs as much as the pass that catches up.
+
+        Args:
+            passes: By rows: seconds of the target and of the SSMs, one after the other.
+        """
+        self._step.clear()
+        self._draft.clear()
+        for rows, (target, ssms) in passes.items():
+            self._step.observe(rows, target)
+            for levels in (0, 1):
+                passes_run = 1 + levels
+                self._draft.observe(passes_run * rows, passes_run * ssms, levels)
         self._plain_steps.know_first()
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
@@ -328,9 +330,6 @@ class LoadBudget(Budget):
         if reads:
             return
         self._flat_drafts = 0 if levels else self._flat_drafts + 1
-        if seconds < CHEAP * self._draft.seconds(rows, levels):
-            self._flat_drafts = FLAT_DRAFTS
-            self._tries.prolong()
         self._draft_size.observe(np.array([rows / num_reqs, levels]), num_reqs)
         self._draft.observe(rows, seconds, levels)
 

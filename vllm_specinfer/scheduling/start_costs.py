@@ -7,7 +7,7 @@ The steps themselves correct it from then on (`cost.py`), so a few passes will d
 import statistics
 from collections.abc import Callable
 
-from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.load_budget import LoadBudget
 
 MOST_ROWS = 64
 ROUNDS = 3
@@ -16,12 +16,12 @@ SECONDS = 3.0
 
 
 def measure(
-    budget: Budget, run: Callable[[int], tuple[float, float]], most_rows: int
+    budget: LoadBudget, run: Callable[[int], tuple[float, float]], most_rows: int
 ) -> None:
     """Tell the budget what 1, 2, 4, ... rows cost; the medians of up to `ROUNDS`.
 
     Args:
-        budget: Knows nothing yet.
+        budget: Forgets what it has recalled of costs: the machine may have been busy.
         run: Runs a pass of so many rows and returns the seconds of the target and of
             the SSMs.
         most_rows: Most rows that a step can have.
@@ -34,6 +34,9 @@ def measure(
             break
         timings.setdefault(rows, []).append(run(rows))
         spent += sum(timings[rows][-1])
-    for rows, seconds in timings.items():
-        target, ssms = map(statistics.median, zip(*seconds, strict=True))
-        budget.start_from(rows, target, ssms)
+    budget.start_from(
+        {
+            rows: tuple(map(statistics.median, zip(*seconds, strict=True)))
+            for rows, seconds in timings.items()
+        }
+    )
