@@ -8,7 +8,11 @@
 #     cat FOLDER/* | tar -C /tmp -xJ            # there: writes /tmp/offline
 #     . /tmp/offline/environment                # there, in the checkout: what to export
 #
-# Pieces may travel one by one: `cat FOLDER/00 >> /tmp/pieces`, and so on in order.
+# Pieces may travel one by one: `cat FOLDER/00 >> /tmp/pieces`, and so on in order. This
+# imports what vLLM does at each start on CUDA, and says at once if something is missing:
+#
+#     python3 -c 'import vllm._C_stable_libtorch, vllm.vllm_flash_attn,
+#         vllm.model_executor.warmup.kernel_warmup, vllm.models.minimax_m3.nvidia.model'
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "$1"

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from unittest import mock
 
 import cloudpickle
 import pytest
@@ -87,6 +88,23 @@ def test_each_ssms_own_expansion_is_truncated_and_lookups_have_none():
     assert "num_speculative_tokens 2 cuts the last 2" in options.truncation_notice
     lookup = {"model": "ngram", "tree": "1,1,3,1", "num_speculative_tokens": 4}
     assert parse_options(lookup).truncation_notice is None
+
+
+def test_revision_and_quantization_of_an_ssm_reach_vllm(monkeypatch):
+    from vllm_specinfer import config
+
+    asked = {}
+
+    def model_config(**arguments):
+        asked.update(arguments)
+        raise ValueError("nothing was loaded")
+
+    monkeypatch.setattr(config, "ModelConfig", model_config)
+    source = {"model": "m", "revision": "v1", "quantization": "fp8"}
+    (ssm,) = parse_options({"ssms": [source]}).ssms
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        config.build_ssm_model_config(ssm, mock.Mock())
+    assert {name: asked[name] for name in source} == source
 
 
 def test_dashes_in_keys_are_underscores():

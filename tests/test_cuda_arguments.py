@@ -203,8 +203,11 @@ def test_a_sleep_that_loses_weights_keeps_those_of_ssms(monkeypatch):
     worker = gpu_worker.SpecInferGPUWorker.__new__(gpu_worker.SpecInferGPUWorker)
     kept = ["lm_head.*"]
     worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=kept)
-    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: True)
     monkeypatch.setattr(TreeWorker, "init_device", lambda self: None)
+    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: False)
+    with pytest.raises(ValueError, match="pinned host memory must be available"):
+        worker.init_device()
+    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: True)
     for _ in range(2):
         worker.init_device()
     assert kept == ["lm_head.*", "draft.*"]

@@ -131,8 +131,9 @@ def test_experts_that_vllm_would_name_alike_are_refused():
 
 
 def test_draft_heads_are_eagle_heads_or_refused(refusal):
-    parallel = LLAMA | {"architectures": ["PEagleDraftModel"]}
-    assert refusal(ssm=parallel).endswith("got the draft head PEagleDraftModel")
+    for kind in ("PEagleDraftModel", "DeepSeekMTPModel"):
+        head = LLAMA | {"architectures": [kind]}
+        assert refusal(ssm=head).endswith(f"got the draft head {kind}")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,17 @@ def test_other_methods_get_the_config_they_get_without_the_plugin(make_llama):
     assert configs(loaded) == configs(absent)
 
 
+def test_what_vllm_refuses_beside_other_methods_it_still_refuses():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    plugin.register()
+    for params in (SamplingParams(min_p=0.1), SamplingParams(logit_bias={1: 2.0})):
+        with pytest.raises(VLLMValidationError, match="not yet supported"):
+            params._validate_spec_decode(SimpleNamespace(method="ngram"))
+        params._validate_spec_decode(SimpleNamespace(verifies_with_plain_sampler=True))
+
+
 def test_the_kill_switch_leaves_vllms_own_error(make_llama):
     code = (
         "import sys\n"
@@ -215,7 +226,7 @@ def test_a_missing_vllm_name_is_refused_by_name(missing):
 
 
 @pytest.mark.parametrize("names", [flags.SWITCHES[:2], flags.SWITCHES[2:]])
-def test_vllm_knows_the_switches_that_are_set(names):
+def test_vllm_knows_the_switches_that_are_set(monkeypatch, names):
     code = (
         "from vllm_specinfer import plugin; plugin.register()\n"
         "from vllm import envs\n"
@@ -223,8 +234,9 @@ def test_vllm_knows_the_switches_that_are_set(names):
         "from vllm.platforms import current_platform\n"
         "current_platform.validate_environ(True)"
     )
-    set_here = {k: v for k, v in os.environ.items() if "SPECINFER" in k}
-    assert not set_here
+    for name in os.environ:
+        if "SPECINFER" in name:
+            monkeypatch.delenv(name)
     known = run(code, **dict.fromkeys(names, "1")).splitlines()[-1]
     assert sorted(ast.literal_eval(known)) == sorted(names)
 

@@ -250,6 +250,7 @@ def _generate(job: dict) -> dict:
         "metrics": _tree_metrics(llm),
         "learned": sources and sources.experience.learned(),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
+        "cache_hits": metrics.get("vllm:prefix_cache_hits", 0),
         "steps_in_flight": core.batch_queue_size,
         "blocks": manager.block_pool.num_gpu_blocks,
         "free_blocks": manager.block_pool.get_num_free_blocks(),

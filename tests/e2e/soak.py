@@ -25,7 +25,7 @@ import httpx
 import psutil
 
 from tests.e2e import engine
-from tests.e2e.memory import NO_CACHE, MemoryWatch
+from tests.e2e.memory import LEAST_ROUNDS, NO_CACHE, MemoryWatch
 from tests.e2e.models import (
     VOCAB,
     add_tokenizer,
@@ -244,7 +244,7 @@ class Soak:
         """Rounds of traffic; AssertionError tells what went wrong.
 
         Args:
-            seconds: So long, in whole rounds.
+            seconds: So long, in whole rounds, and as many as leaks show in.
             interruptions: Up to four times as long, until there were so many.
         """
         limits = httpx.Limits(max_connections=None)
@@ -253,8 +253,10 @@ class Soak:
         ) as http:
             self.http, self.sleeping = http, asyncio.Lock()
             start = time.monotonic()
-            while (passed := time.monotonic() - start) < seconds or (
-                self.interruptions < interruptions and passed < 4 * seconds
+            while (
+                (passed := time.monotonic() - start) < seconds
+                or self.counts["rounds"] < LEAST_ROUNDS
+                or (self.interruptions < interruptions and passed < 4 * seconds)
             ):
                 until = start + passed + ROUND_SECONDS
                 await asyncio.gather(

@@ -72,6 +72,8 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["eagle"]["drafts"] > 5
     assert found["windows"]["drafts"] > 5 < found["windows"]["accepted"]
     assert found["two"]["accepted"] >= found["two"]["drafts"] > 2
+    for name in ("back", "small graphs", "eager"):
+        assert found[name]["accepted"] > found[name]["drafts"] / 10 > 0.2, name
     assert found["asynchronous"]["steps_in_flight"] == 2
     assert found["asynchronous"]["accepted"] == found["coupled"]["accepted"]
 
@@ -144,7 +146,7 @@ def test_draws_are_tested_as_on_a_cpu(outputs) -> None:
     assert found["rrs"]["tokens"] == of_cpu["rrs"]["tokens"]
     for name in ("mss", "rrs"):
         for count in ("drafts", "drafted", "accepted"):
-            assert found[name][count] == of_cpu[name][count]
+            assert found[name][count] == of_cpu[name][count] > 0
 
 
 def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:

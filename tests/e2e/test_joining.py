@@ -86,21 +86,30 @@ async def _sessions(job: dict) -> list[list[list[int]]]:
         llm.shutdown()
 
 
-def _all_sessions(jobs: list[dict]) -> list[list[list[list[int]]]]:
+def _all_sessions(jobs: list[dict]) -> tuple[list[list[list[list[int]]]], float]:
+    """The answers of each job's sessions, and how many nodes were accepted in all."""
+    from prometheus_client import REGISTRY
+
     processes.hasten_starts()
     with processes.forked_processes():
-        return [asyncio.run(_sessions(job)) for job in jobs]
+        answers = [asyncio.run(_sessions(job)) for job in jobs]
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    samples = [s for family in REGISTRY.collect() for s in family.samples]
+    return answers, sum(s.value for s in samples if s.name == accepted)
 
 
 def test_sessions_go_on_where_an_answer_has_ended_inside_a_path(models):
     params = [{**kind, "max_tokens": n} for kind in (GREEDY, SAMPLED) for n in LENGTHS]
-    # Decoding plainly on Model Runner V2.
+    # Decoding plainly on Model Runner V2, as seeded texts must.
     never = {"num_speculative_tokens_per_batch_size": [[1, 1024, 0]]}
     memory = {"kv_cache_memory_bytes": engine.KV_BYTES}
-    plain, tree = processes.call(
+    (greedy, plain, tree), num_accepted = processes.call(
         _all_sessions,
-        [job(models, config, params, **memory) for config in (never, {})],
+        [
+            job(models, None, params[: len(LENGTHS)], **memory),
+            *(job(models, config, params, **memory) for config in (never, {})),
+        ],
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
     )
-    assert tree == plain
+    assert tree == plain and tree[: len(LENGTHS)] == greedy and num_accepted > 10
     assert all(len(answers) == len(TURNS) for answers in plain)

@@ -4,6 +4,8 @@ import dataclasses
 import os
 from unittest import mock
 
+import pytest
+
 from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
@@ -62,7 +64,9 @@ def generate(job: tuple[dict, str]) -> dict:
     }
 
 
-def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
+# vLLM's default before torch 2.12, and from then on.
+@pytest.mark.parametrize("mega", ["0", "1"])
+def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path, mega):
     target = tiny_llama(tmp_path / "target", seed=0, num_hidden_layers=1)
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     plain = engine.tiny(target)
@@ -73,9 +77,8 @@ def test_two_ssms_of_one_model_share_what_is_compiled_and_no_kv_cache(tmp_path):
     }
     trees = {**plain, "speculative_config": spec}
     job = trees, str(tmp_path / "cache")
-    first, again = (
-        processes.call(generate, job, VLLM_USE_AOT_COMPILE="1") for _ in range(2)
-    )
+    env = {"VLLM_USE_AOT_COMPILE": "1", "VLLM_USE_MEGA_AOT_ARTIFACT": mega}
+    first, again = (processes.call(generate, job, **env) for _ in range(2))
     params = [{"temperature": 0, "max_tokens": 24, "ignore_eos": True}]
     eager = {**plain, "enforce_eager": True}
     (expected,) = engine.run([{"llm": eager, "prompts": [[1, 2, 3]], "params": params}])

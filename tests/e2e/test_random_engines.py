@@ -10,6 +10,7 @@ from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.parsing import parse_options
 
 NUM_ENGINES = 24
+LENGTHS = (24, 100, 256)
 
 
 def a_tree(rng: random.Random) -> dict | list[int]:
@@ -56,10 +57,10 @@ def a_config(rng: random.Random, models: list[str]) -> dict:
             return {"model": None, **config}
 
 
-def an_engine(seed: int, models: list[str]) -> tuple[dict, dict]:
-    """Two jobs: with trees, and plain."""
+def an_engine(seed: int, models: list[str]) -> dict:
+    """A job with trees."""
     rng = random.Random(seed)
-    config, length = a_config(rng, models), rng.choice([24, 100, 256])
+    config, length = a_config(rng, models), rng.choice(LENGTHS)
     llm = {
         "skip_tokenizer_init": False,
         "max_model_len": length,
@@ -73,12 +74,10 @@ def an_engine(seed: int, models: list[str]) -> tuple[dict, dict]:
         prompt, wanted = a_request(100 * seed + i)
         prompts.append(prompt[: length - 2])
         params.append(wanted)
-    trees, plain = (
-        job(models[:2], config, params, prompts, **llm) for config in (config, None)
-    )
+    trees = job(models[:2], config, params, prompts, **llm)
     if rng.random() < 0.3:
         trees["mutation"] = "trees_of_any_size"
-    return trees, {**plain, "plain_v2": True}
+    return trees
 
 
 def test_random_engines_decode_as_without_trees(tmp_path):
@@ -86,16 +85,30 @@ def test_random_engines_decode_as_without_trees(tmp_path):
     ssm = noisy_copy(target, tmp_path / "ssm", noise=0.05)
     head = untrained_head(target, tmp_path / "head")
     add_tokenizer(target, ssm)
+    engines = {
+        seed: an_engine(seed, [target, ssm, head]) for seed in range(NUM_ENGINES)
+    }
     accepted = 0
-    for seed in range(NUM_ENGINES):
-        jobs = an_engine(seed, [target, ssm, head])
-        trees, plain = engine.run(list(jobs))
-        spec = jobs[0]["llm"]["speculative_config"]
-        for wanted, found, expected in zip(
-            jobs[0]["params"], trees["tokens"], plain["tokens"], strict=True
-        ):
-            drawn = spec["verification"] in TESTS_DRAWS and wanted["temperature"] > 0
-            assert drawn or found == expected, (seed, spec, wanted)
-        assert trees["free_blocks"] == trees["blocks"] - 1, (seed, spec)
-        accepted += trees["accepted"]
+    for length in LENGTHS:
+        served = {
+            seed: with_trees
+            for seed, with_trees in engines.items()
+            if with_trees["llm"]["max_model_len"] == length
+        }
+        # Plain texts depend on nothing else that engines differ in: one writes them.
+        prompts = [p for with_trees in served.values() for p in with_trees["prompts"]]
+        params = [p for with_trees in served.values() for p in with_trees["params"]]
+        llm = {"skip_tokenizer_init": False, "max_model_len": length}
+        plain = {**job((target, ssm), None, params, prompts, **llm), "plain_v2": True}
+        plain, *trees = engine.run([plain, *served.values()])
+        texts = iter(plain["tokens"])
+        for (seed, with_trees), got in zip(served.items(), trees, strict=True):
+            spec = with_trees["llm"]["speculative_config"]
+            for wanted, found in zip(with_trees["params"], got["tokens"], strict=True):
+                expected = next(texts)
+                tests_draws = spec["verification"] in TESTS_DRAWS
+                drawn = tests_draws and wanted["temperature"] > 0
+                assert drawn or found == expected, (seed, spec, wanted)
+            assert got["free_blocks"] == got["blocks"] - 1, (seed, spec)
+            accepted += got["accepted"]
     assert accepted > 100

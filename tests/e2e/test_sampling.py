@@ -109,43 +109,53 @@ def same_logprobs(ours, theirs):
         assert [p for _, p, _ in a] == pytest.approx([p for _, p, _ in b], abs=1e-3)
 
 
+# Every other request is greedy.
+DRAWN = [
+    {**(SAMPLED, GREEDY)[i % 2], "logprobs": 0, "seed": i} for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def undrawn(models) -> dict:
+    return engine.run([plain(models, DRAWN)])[0]
+
+
 @pytest.mark.parametrize("rule", ["mss", "rrs"])
-def test_drawn_trees_repeat_and_report_the_targets_log_probabilities(models, rule):
-    kinds = [{**SAMPLED, "logprobs": 0}, {**GREEDY, "logprobs": 0}]
-    params = [{**kinds[i % 2], "seed": i} for i in range(len(PROMPTS))]
+def test_drawn_trees_repeat_and_report_the_targets_log_probabilities(
+    models, undrawn, rule
+):
     config = {"verification": rule}
-    expected, tree, again = engine.run(
+    tree, again, repeated = engine.run(
         [
-            plain(models, params),
-            job(models, config, params),
-            job(models, {**config, **TREES["wide"]}, params, batched=False),
+            job(models, config, DRAWN),
+            job(models, {**config, **TREES["wide"]}, DRAWN, batched=False),
+            job(models, config, DRAWN, batched=False),
         ]
     )
+    # What was generated, read as a prompt by plain vLLM.
+    found = tree["tokens"] + again["tokens"]
+    texts = [a + b for a, (b,) in zip(PROMPTS * 2, found, strict=True)]
+    score = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    (scores,) = engine.run([plain(models, [score], texts)])
+    scored = iter(scores["prompt_logprobs"])
     for got in (tree, again):
-        assert got["tokens"][1::2] == expected["tokens"][1::2]  # the greedy ones
-        assert got["tokens"][0::2] != expected["tokens"][0::2]
+        assert got["tokens"][1::2] == undrawn["tokens"][1::2]  # the greedy ones
+        assert got["tokens"][0::2] != undrawn["tokens"][0::2]
         assert got["accepted"] > got["drafts"] / 4
-        # What was generated, read as a prompt by plain vLLM.
-        texts = [a + b[0] for a, b in zip(PROMPTS, got["tokens"], strict=True)]
-        score = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        (scores,) = engine.run([plain(models, [score], texts)])
-        for i, prompt in enumerate(PROMPTS):
-            wanted = scores["prompt_logprobs"][i][len(prompt) :]
-            same_logprobs(got["logprobs"][i][0], wanted)
-    (repeated,) = engine.run([job(models, config, params, batched=False)])
+        for prompt, (logprobs,) in zip(PROMPTS, got["logprobs"], strict=True):
+            same_logprobs(logprobs, next(scored)[len(prompt) :])
     assert repeated["tokens"] == tree["tokens"]
 
 
-@pytest.mark.parametrize("rule", ["mss", "rrs"])
-def test_draws_are_tested_behind_the_path_that_rows_look_back_on(models, rule):
-    """Where but one token can be drawn, the text is known: the greedy one's."""
+@pytest.fixture(scope="module")
+def constrained(models) -> tuple[dict, list[dict], dict]:
+    """Arguments of engines, constraints, and what plain decoding writes under them."""
     add_tokenizer(*models)
     llm = {
         "skip_tokenizer_init": False,
         "logits_processors": ["tests.e2e.processors:TwoBack"],
     }
-    prompts = PROMPTS[3:]
-    (free,) = engine.run([plain(models, [GREEDY], prompts, **llm)])
+    (free,) = engine.run([plain(models, [GREEDY], PROMPTS[3:], **llm)])
     text = "".join(chr(32 + token) for token in free["tokens"][0][0])
     constraints = [
         {"bad_words": [text[1:3], text[7:9], text[10:13]]},
@@ -154,20 +164,27 @@ def test_draws_are_tested_behind_the_path_that_rows_look_back_on(models, rule):
         {"structured_outputs": {"regex": "([a-f]{2,5}-[0-9]{1,4} ){6,9}"}},
         {"extra_args": {"two_back": 4.0}},
     ]
-    params = [{**SAMPLED, "top_k": 1, **c} for c in constraints]
-    wide = job(models, {"verification": rule, **TREES["wide"]}, params, prompts, **llm)
-    expected, *trees, wrong = engine.run(
-        [
-            plain(models, [{**GREEDY, **c} for c in constraints], prompts, **llm),
-            job(models, {"verification": rule}, params, prompts, **llm),
-            wide,
-            {**wide, "mutation": "look_back"},
-        ]
-    )
+    params = [{**GREEDY, **c} for c in constraints]
+    (expected,) = engine.run([plain(models, params, PROMPTS[3:], **llm)])
     for found, without, constraint in zip(
         expected["tokens"], free["tokens"], constraints, strict=True
     ):
         assert found != without, constraint
+    return llm, constraints, expected
+
+
+@pytest.mark.parametrize("rule", ["mss", "rrs"])
+def test_draws_are_tested_behind_the_path_that_rows_look_back_on(
+    models, constrained, rule
+):
+    """Where but one token can be drawn, the text is known: the greedy one's."""
+    llm, constraints, expected = constrained
+    params = [{**SAMPLED, "top_k": 1, **c} for c in constraints]
+    tree, wide = (
+        job(models, {"verification": rule, **shape}, params, PROMPTS[3:], **llm)
+        for shape in ({}, TREES["wide"])
+    )
+    *trees, wrong = engine.run([tree, wide, {**wide, "mutation": "look_back"}])
     for tree in trees:
         assert tree["tokens"] == expected["tokens"]
         assert tree["accepted"] > tree["drafts"] / 20

@@ -116,7 +116,8 @@ def test_an_ssm_reads_a_cached_prompt_that_it_sat_out(models):
     assert second["tokens"] == once["tokens"] * 2
     # All drafts are the second request's, whose prompt is in cached blocks.
     assert second["drafts"] == once["drafts"]
-    assert second["accepted"] == once["accepted"]
+    assert second["accepted"] == once["accepted"] > 0
+    assert second["cache_hits"] > 0
 
 
 def test_tokens_proposed_twice_keep_the_joint_distribution(tmp_path):

@@ -21,7 +21,13 @@ def test_a_server_answers_all_prompts(tiny, tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     settings = BenchSettings(
         tiny["target"],
-        configs={},
+        configs={
+            "specinfer": {
+                "method": "specinfer",
+                "model": tiny["ssm"],
+                "scheduler": "static",
+            }
+        },
         prompts=[tiny["prompts"]],
         batches=[2],
         max_prompts=PROMPTS,
@@ -32,14 +38,18 @@ def test_a_server_answers_all_prompts(tiny, tmp_path, monkeypatch):
     table = bench_served(tmp_path, settings, ["bench"])
     assert table == (tmp_path / "served.md").read_text()
     with (tmp_path / "served.csv").open(newline="") as lines:
-        (row,) = csv.DictReader(lines)
-    assert (row["method"], row["batch"]) == ("plain", "2")
-    assert float(row["tokens/s"]) > 1 == float(row["tokens/s, ratio"])
-    assert float(row["ms to first token"]) > 0 < float(row["ms per token"])
+        rows = list(csv.DictReader(lines))
+    assert [row["method"] for row in rows] == ["plain", "specinfer"]
+    for row in rows:
+        assert row["batch"] == "2" and float(row["tokens/s"]) > 1
+        assert float(row["ms to first token"]) > 0 < float(row["ms per token"])
+    plain, trees = (float(row["tokens/s"]) for row in rows)
+    assert float(rows[0]["tokens/s, ratio"]) == 1
+    assert float(rows[1]["tokens/s, ratio"]) == pytest.approx(trees / plain, rel=0.02)
     log = (tmp_path / "driver.log").read_text().splitlines()
     # The warm-up is not among them.
     generated = [line.split()[-1] for line in log if "Total generated" in line]
-    assert generated == [str(PROMPTS * MAX_TOKENS)]
+    assert generated == 2 * [str(PROMPTS * MAX_TOKENS)]
 
 
 def test_a_server_that_does_not_stop_is_killed(tmp_path, monkeypatch):

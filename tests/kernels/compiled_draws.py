@@ -3,6 +3,8 @@
 ``python compiled_draws.py``: vLLM defines those only where it finds Triton.
 """
 
+import itertools
+
 import interpreter
 
 POINTERS = {
@@ -33,13 +35,15 @@ def main() -> None:
         "MAX_CHILDREN": MAX_CHILDREN,
         "NO_DRAW": NO_DRAW,
     }
-    for name, kernel, constants in (
+    kernels = (
         ("coupled", coupled._coupled_children_kernel, {}),
         ("drawn", drawn._drawn_children_kernel, {"REPLACES": True, **draws}),
         ("drawn", drawn._drawn_children_kernel, {"REPLACES": False, **draws}),
         ("tests", verification._verify_draws_kernel, {}),
-    ):
-        constants = {"BLOCK": 128, **constants}
+    )
+    # As many as a node has children, padded; the smallest trees, the usual ones, most.
+    for block, (name, kernel, constants) in itertools.product((1, 4, 128), kernels):
+        constants = {"BLOCK": block, **constants}
         signature = signature_of(kernel, constants, types_of(POINTERS))
         source = ASTSource(kernel, signature=signature, constexprs=constants)
         assert triton.compile(source, target=HOPPER).asm["cubin"]

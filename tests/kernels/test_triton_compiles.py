@@ -105,102 +105,124 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
     }
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants", "types"),
-    [
-        (
-            tree_attention._tree_attention_kernel,
-            SHAPE | ALL | KERNEL | {"SOFTCAP": True, "SCALES": True, "SPLIT": True},
-            {"kv_cache_ptr": "*fp8e4nv", **BLOCKS},
-        ),
-        (
-            tree_attention._tree_attention_kernel,
-            SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
-            BLOCKS,
-        ),
-        (splits.join_splits_kernel, SHAPE | ALL, BLOCKS),
-        (splits.join_splits_kernel, SHAPE | NONE, BLOCKS),
-        (
-            commit._commit_paths_kernel,
-            {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},
-            {},
-        ),
-        (
-            catch_up._last_rows_kernel,
-            {"PAD_SLOT": -1, "BLOCK": 16},
-            types_of({"*i64": "last row_slots num_new kv_slots"})
-            | types_of({"*i32": "row_tokens table lengths", "*i1": "grows"}),
-        ),
-        (
-            growth._start_kernel,
-            {"BLOCK": growth.MOST_CHILDREN},
-            GROWTH | types_of({"*i1": "grows", "*i32": "lengths"}),
-        ),
-        (growth._extend_kernel, {"BLOCK": 16}, GROWTH),
-        (
-            growth._expand_kernel,
+KERNELS = [
+    (
+        tree_attention._tree_attention_kernel,
+        SHAPE | ALL | KERNEL | {"SOFTCAP": True, "SCALES": True, "SPLIT": True},
+        {"kv_cache_ptr": "*fp8e4nv", **BLOCKS},
+    ),
+    (
+        tree_attention._tree_attention_kernel,
+        SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
+        BLOCKS,
+    ),
+    (splits.join_splits_kernel, SHAPE | ALL, BLOCKS),
+    (splits.join_splits_kernel, SHAPE | NONE, BLOCKS),
+    (
+        commit._commit_paths_kernel,
+        {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},
+        {},
+    ),
+    (
+        catch_up._last_rows_kernel,
+        {"PAD_SLOT": -1, "BLOCK": 16},
+        types_of({"*i64": "last row_slots num_new kv_slots"})
+        | types_of({"*i32": "row_tokens table lengths", "*i1": "grows"}),
+    ),
+    (
+        growth._start_kernel,
+        {"BLOCK": growth.MOST_CHILDREN},
+        GROWTH | types_of({"*i1": "grows", "*i32": "lengths"}),
+    ),
+    (growth._extend_kernel, {"BLOCK": 16}, GROWTH),
+    (
+        growth._expand_kernel,
+        {
+            "NUM_WORDS": 2,
+            "SIZE_PADDED": 4,
+            "BEST_FIRST": True,
+            "PAD_SLOT": -1,
+            "BLOCK": growth.MOST_COMPARED,
+            "OTHERS": growth.OTHERS,
+        },
+        GROWTH,
+    ),
+    (trees._rank_kernel, {"BLOCK": trees.BLOCK}, TREES),
+    (
+        trees._tree_kernel,
+        {
+            "ROOT": -1,
+            "NO_NODE": -2,
+            "NUM_WORDS": 2,
+            "NODES_PADDED": 128,
+            "BLOCK": trees.BLOCK,
+        },
+        TREES,
+    ),
+    (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
+    (verification._walk_kernel, {"BLOCK": 64}, {}),
+    (
+        step_rows._visibility_kernel,
+        {"NUM_WORDS": 2, "BLOCK": step_rows.BLOCK},
+        {},
+    ),
+    (step_rows._positions_kernel, {"BLOCK": step_rows.BLOCK}, {}),
+    (
+        row_blocks._row_blocks_kernel,
+        {"ROWS": 3, "BLOCK": row_blocks.BLOCK},
+        BLOCKS,
+    ),
+    (
+        penalties._path_penalties_kernel,
+        {"BLOCK": penalties.BLOCK},
+        types_of(
             {
-                "NUM_WORDS": 2,
-                "SIZE_PADDED": 4,
-                "BEST_FIRST": True,
-                "PAD_SLOT": -1,
-                "BLOCK": growth.MOST_COMPARED,
-                "OTHERS": growth.OTHERS,
-            },
-            GROWTH,
+                "*fp32": "logits repetition frequency presence",
+                "*i32": "slots paths prompt_bits counts",
+            }
         ),
-        (trees._rank_kernel, {"BLOCK": trees.BLOCK}, TREES),
-        (
-            trees._tree_kernel,
-            {
-                "ROOT": -1,
-                "NO_NODE": -2,
-                "NUM_WORDS": 2,
-                "NODES_PADDED": 128,
-                "BLOCK": trees.BLOCK,
-            },
-            TREES,
-        ),
-        (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
-        (verification._walk_kernel, {"BLOCK": 64}, {}),
-        (
-            step_rows._visibility_kernel,
-            {"NUM_WORDS": 2, "BLOCK": step_rows.BLOCK},
-            {},
-        ),
-        (step_rows._positions_kernel, {"BLOCK": step_rows.BLOCK}, {}),
-        (
-            row_blocks._row_blocks_kernel,
-            {"ROWS": 3, "BLOCK": row_blocks.BLOCK},
-            BLOCKS,
-        ),
-        (
-            penalties._path_penalties_kernel,
-            {"BLOCK": penalties.BLOCK},
-            types_of(
-                {
-                    "*fp32": "logits repetition frequency presence",
-                    "*i32": "slots paths prompt_bits counts",
-                }
-            ),
-        ),
-        (
-            matches._earliest_match_kernel,
-            {"BLOCK": matches.BLOCK},
-            types_of({"*i32": "matched"}),
-        ),
-        (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
-        (
-            places._newest_places_kernel,
-            {"NUM_PLACES": 16, "MIN_MATCH": 3, "BLOCK": places.BLOCK},
-            {},
-        ),
-    ],
-)
-def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
+    ),
+    (
+        matches._earliest_match_kernel,
+        {"BLOCK": matches.BLOCK},
+        types_of({"*i32": "matched"}),
+    ),
+    (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
+    (
+        places._newest_places_kernel,
+        {"NUM_PLACES": 16, "MIN_MATCH": 3, "BLOCK": places.BLOCK},
+        {},
+    ),
+]
+# What a kernel is launched for where trees are small; tiles of fewer lanes than a warp
+# has are laid out in other ways.
+SMALL = {
+    trees._tree_kernel: ("NODES_PADDED",),
+    growth._extend_kernel: ("BLOCK",),
+    growth._expand_kernel: ("SIZE_PADDED", "BLOCK"),
+    verification._walk_kernel: ("BLOCK",),
+    catch_up._last_rows_kernel: ("BLOCK",),
+}
+
+
+def compiled(kernel, constants: dict, types: dict[str, str]) -> bytes:
     signature = signature_of(kernel, constants, types)
     source = ASTSource(kernel, signature=signature, constexprs=constants)
-    assert triton.compile(source, target=HOPPER).asm["cubin"]
+    return triton.compile(source, target=HOPPER).asm["cubin"]
+
+
+@pytest.mark.parametrize(("kernel", "constants", "types"), KERNELS)
+def test_a_kernel_compiles_for_a_gpu(kernel, constants, types) -> None:
+    assert compiled(kernel, constants, types)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("small", SMALL)
+def test_a_kernel_compiles_for_small_trees(small, size) -> None:
+    ((kernel, constants, types),) = (k for k in KERNELS if k[0] is small)
+    sizes = dict.fromkeys(SMALL[kernel], size)
+    words = {"NUM_WORDS": 1} if "NUM_WORDS" in constants else {}
+    assert compiled(kernel, constants | sizes | words, types)
 
 
 def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
@@ -212,7 +234,7 @@ def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.split() == ["coupled", "drawn", "drawn", "tests"]
+    assert run.stdout.split() == 3 * ["coupled", "drawn", "drawn", "tests"]
 
 
 def largest_tile(head_size, element, group, target, cache=None):

@@ -67,7 +67,7 @@ class CostLine:
         return sum(products[0][0] for products in self._products)
 
     def observe(self, rows: int, seconds: float, extra: float = 0.0) -> None:
-        """Take in one timing."""
+        """Take in one timing unless it is a pause; forget what it shows to be wrong."""
         if self.known and seconds > PAUSE * self.seconds(rows, extra):
             self._pauses += 1
             if self._pauses < MAX_PAUSES:
@@ -76,6 +76,10 @@ class CostLine:
         elif seconds < CHEAP * self.seconds(rows, extra):
             self.clear()
         self._pauses = 0
+        self.take_in(rows, seconds, extra)
+
+    def take_in(self, rows: int, seconds: float, extra: float = 0.0) -> None:
+        """Take in one timing, however far from the line."""
         kind = int(extra > 0)
         self._scale(1 - kind, OTHERS_FORGETTING)
         self._scale(kind, FORGETTING)

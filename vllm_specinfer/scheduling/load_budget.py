@@ -299,10 +299,10 @@ class LoadBudget(Budget):
         self._step.clear()
         self._draft.clear()
         for rows, (target, ssms) in passes.items():
-            self._step.observe(rows, target)
+            self._step.take_in(rows, target)
             for levels in (0, 1):
-                passes_run = 1 + levels
-                self._draft.observe(passes_run * rows, passes_run * ssms, levels)
+                count = 1 + levels
+                self._draft.take_in(count * rows, count * ssms, levels)
         self._plain_steps.know_first()
 
     def observe_step(self, rows: int, seconds: float, trees: bool) -> None:
