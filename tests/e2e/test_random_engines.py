@@ -66,7 +66,8 @@ def an_engine(seed: int, models: list[str]) -> dict:
         "max_model_len": length,
         "max_num_seqs": rng.choice([1, 2, 8]),
         "max_num_batched_tokens": rng.choice([64, 130, 512]),
-        "num_gpu_blocks_override": rng.choice([400, 24]),
+        # Enough for all of them, and for one: test_greedy.py has those that preempt.
+        "num_gpu_blocks_override": rng.choice([400, -(-length // 32) + 1]),
         "enable_prefix_caching": rng.random() < 0.5,
     }
     prompts, params = [], []

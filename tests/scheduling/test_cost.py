@@ -51,10 +51,15 @@ def test_a_pause_is_forgotten_and_a_slower_machine_is_believed():
     assert cost.seconds(9) == pytest.approx(0.1, rel=0.05)
 
 
-def test_a_line_that_is_far_too_high_is_forgotten_at_once():
+def test_a_line_that_is_far_too_high_is_forgotten():
     cost = measured(50e-3, 2e-3, [9, 17] * 50)
     cost.observe(9, 0.8 * 68e-3)
     assert cost.seconds(9) > 66e-3
+    cost.observe(9, 20e-3)
+    cost.observe(9, 0.8 * 68e-3)
+    cost.observe(9, 20e-3)
+    assert cost.seconds(9) > 60e-3  # chance
+    cost.observe(9, 25e-3, 1)
     cost.observe(9, 20e-3)
     assert cost.seconds(9) == pytest.approx(20e-3, rel=0.01)
 

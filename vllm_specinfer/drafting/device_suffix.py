@@ -44,7 +44,7 @@ class Matches(NamedTuple):
 
 
 class DeviceSuffixes(DeviceLookup):
-    """The texts of running requests are vLLM's; the past ones are kept here.
+    """Past texts are kept here; those of running requests are in their copies.
 
     Attributes:
         ends: Columns once the candidates of a depth are known.

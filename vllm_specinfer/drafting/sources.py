@@ -144,7 +144,7 @@ class SourceSet:
             lookup.end(slot, tokens)
 
     def forget(self) -> None:
-        """Forget the texts of finished requests."""
+        """Forget all texts."""
         for lookup in self.lookups:
             lookup.forget()
 

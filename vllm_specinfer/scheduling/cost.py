@@ -19,9 +19,9 @@ RECALLED_STEPS = 10.0
 NEW_TIMINGS, MANY_TIMINGS = 4, 20
 # A timing that far above the line was a pause, unless it repeats.
 PAUSE, MAX_PAUSES = 4.0, 5
-# Nothing is done faster than it can be: one that far below the line shows that the
-# machine was busy when the others were taken.
-CHEAP = 0.5
+# Nothing is done faster than it can be: so many in a row that far below the line show
+# that the machine was busy when the others were taken.
+CHEAP, MAX_CHEAP = 0.5, 2
 
 
 class CostLine:
@@ -44,6 +44,8 @@ class CostLine:
         self._sizes, self._passes = sizes, passes
         self.clear()
         self._pauses = 0
+        # Of timings without an extra, and with one: the last ones that were cheap.
+        self._num_cheap = [0, 0]
 
     def clear(self) -> None:
         """Nothing is known."""
@@ -68,12 +70,15 @@ class CostLine:
 
     def observe(self, rows: int, seconds: float, extra: float = 0.0) -> None:
         """Take in one timing unless it is a pause; forget what it shows to be wrong."""
-        if self.known and seconds > PAUSE * self.seconds(rows, extra):
+        expected, kind = self.seconds(rows, extra), int(extra > 0)
+        if self.known and seconds > PAUSE * expected:
             self._pauses += 1
             if self._pauses < MAX_PAUSES:
                 return
             self.clear()  # not a pause: the machine changed
-        elif seconds < CHEAP * self.seconds(rows, extra):
+        is_cheap = seconds < CHEAP * expected
+        self._num_cheap[kind] = self._num_cheap[kind] + 1 if is_cheap else 0
+        if self._num_cheap[kind] == MAX_CHEAP:
             self.clear()
         self._pauses = 0
         self.take_in(rows, seconds, extra)

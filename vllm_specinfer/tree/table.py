@@ -231,7 +231,7 @@ class StepPlan(StepRows):
 
     @property
     def max_depth(self) -> int:
-        """Of the scheduled trees."""
+        """At least that of the scheduled trees."""
         return int(self.table.depths[self.slots].max())
 
     def positions(self) -> np.ndarray:
