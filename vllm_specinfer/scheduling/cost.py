@@ -44,11 +44,11 @@ class CostLine:
         self._sizes, self._passes = sizes, passes
         self.clear()
         self._pauses = 0
-        # Of timings without an extra, and with one: the last ones that were cheap.
-        self._num_cheap = [0, 0]
 
     def clear(self) -> None:
         """Nothing is known."""
+        # Of timings without an extra, and with one: the last ones that were cheap.
+        self._num_cheap = [0, 0]
         # The line, and how many timings it lacks.
         self._solved: list[float] | None = None
         self._num_new = 0
