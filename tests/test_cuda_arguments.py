@@ -195,6 +195,15 @@ def test_the_worker_registers_the_chosen_attention(choice, name):
         AttentionBackendEnum.CUSTOM.clear_override()
 
 
+def test_a_device_that_cannot_read_the_hosts_memory_is_refused(monkeypatch):
+    from vllm_specinfer import gpu_worker
+
+    worker = gpu_worker.SpecInferGPUWorker.__new__(gpu_worker.SpecInferGPUWorker)
+    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: False)
+    with pytest.raises(ValueError, match="pinned host memory must be available"):
+        worker.init_device()
+
+
 def test_a_sleep_that_loses_weights_keeps_those_of_ssms(monkeypatch):
     """vLLM reloads only the target's."""
     from vllm_specinfer import gpu_worker
@@ -203,11 +212,8 @@ def test_a_sleep_that_loses_weights_keeps_those_of_ssms(monkeypatch):
     worker = gpu_worker.SpecInferGPUWorker.__new__(gpu_worker.SpecInferGPUWorker)
     kept = ["lm_head.*"]
     worker.model_config = SimpleNamespace(sleep_preserve_parameter_names=kept)
-    monkeypatch.setattr(TreeWorker, "init_device", lambda self: None)
-    monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: False)
-    with pytest.raises(ValueError, match="pinned host memory must be available"):
-        worker.init_device()
     monkeypatch.setattr(gpu_worker, "is_uva_available", lambda: True)
+    monkeypatch.setattr(TreeWorker, "init_device", lambda self: None)
     for _ in range(2):
         worker.init_device()
     assert kept == ["lm_head.*", "draft.*"]

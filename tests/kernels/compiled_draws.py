@@ -17,12 +17,10 @@ POINTERS = {
 def main() -> None:
     """Compile them, one after the other."""
     interpreter.let_vllm_use_triton()
-    import triton
     from triton.backends import backends
-    from triton.compiler import ASTSource
 
     del backends["cpu"]  # no compiler
-    from test_triton_compiles import HOPPER, signature_of, types_of
+    from test_triton_compiles import compiled, types_of
 
     from vllm_specinfer.drafting.children import FLAT_ACCEPTANCE, MAX_CHILDREN
     from vllm_specinfer.kernels.triton import coupled, drawn, verification
@@ -43,10 +41,7 @@ def main() -> None:
     )
     # As many as a node has children, padded; the smallest trees, the usual ones, most.
     for block, (name, kernel, constants) in itertools.product((1, 4, 128), kernels):
-        constants = {"BLOCK": block, **constants}
-        signature = signature_of(kernel, constants, types_of(POINTERS))
-        source = ASTSource(kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=HOPPER).asm["cubin"]
+        assert compiled(kernel, {"BLOCK": block, **constants}, types_of(POINTERS))
         print(name)
 
 
