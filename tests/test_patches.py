@@ -29,17 +29,20 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config.speculative import register_speculative_method
 from vllm.triton_utils import HAS_TRITON, triton
 from tests.e2e import engine
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.model_executor.layers.utils import (
     cpu_linear_kernels, dispatch_cpu_unquantized_gemm
 )
-from vllm_specinfer.hooks import cpu_linear, cpu_v2, speculative_config, stat_loggers
+from vllm_specinfer.hooks import (
+    cpu_linear, cpu_v2, request_limits, speculative_config, stat_loggers
+)
 from vllm_specinfer.kernels.cpu.linear import take_over
 from vllm_specinfer.kernels.cpu import step_kernels
 
 cpu_v2.enable_in_frontend = cpu_v2.disable_in_frontend = lambda: None
 cpu_v2.enable_in_worker = step_kernels.register
-cpu_linear.install = stat_loggers.install = lambda: None
+cpu_linear.install = stat_loggers.install = request_limits.install = lambda: None
 taken = []
 def noted(*layer):
     taken.append(take_over(*layer))
@@ -54,6 +57,7 @@ assert triton.next_power_of_2.__module__ == "vllm.utils.math_utils"
 for owner, name in (
     (EngineArgs, "create_speculative_config"),
     (SamplingParams, "_validate_spec_decode"),
+    (InputProcessor, "process_inputs"),
     (StatLoggerManager, "__init__"),
 ):
     assert not hasattr(getattr(owner, name), "_specinfer_original")
@@ -143,7 +147,7 @@ def test_the_register_names_every_patch(release):
 
 def test_the_register_has_the_hashes_of_what_is_replaced():
     rows = re.findall(r"^\| `(vllm\S+)` \|.*`(\w{16})`.*`(\w{16})`", REGISTER, re.M)
-    assert len(rows) == 4
+    assert len(rows) == 5
     for name, *hashes in rows:
         for release, code in zip(compat.SUPPORTED, hashes, strict=True):
             table = seams.table(release).items()

@@ -43,6 +43,7 @@ REQUIRED = (
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids",
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids_in_output",
     "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
     "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
 )

@@ -20,6 +20,8 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         cpu_v2.enable_in_worker()
         cpu_linear.install()
         compiler.launch_from_cpp(vllm_config.compilation_config)
+        # Nothing is compiled when it first runs. vLLM 0.33 would run the largest steps.
+        vllm_config.kernel_config.enable_jit_warmup = False
         super().__init__(vllm_config, *args, **kwargs)
 
     def register_attention(self) -> None:

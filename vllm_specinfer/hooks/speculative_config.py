@@ -68,7 +68,7 @@ def _create(
     from vllm.platforms import current_platform
 
     from vllm_specinfer.config import SpecInferConfig
-    from vllm_specinfer.hooks import cuda_arguments, stat_loggers
+    from vllm_specinfer.hooks import cuda_arguments, request_limits, stat_loggers
     from vllm_specinfer.parsing import parse_options
 
     options = parse_options(_merge_flags(args))
@@ -88,6 +88,7 @@ def _create(
         cuda_arguments.choose(args)
     _switch_runner_on()
     stat_loggers.install()
+    request_limits.install()
     logger = init_logger(__name__)
     if compat.release(vllm.__version__) is None:
         logger.warning("vLLM %s is not known to specinfer", vllm.__version__)
