@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 from unittest import mock
 
 import cloudpickle
@@ -420,6 +421,40 @@ def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
         return
     spec = args.create_engine_config().speculative_config
     assert spec.ssm_model_configs[0].max_model_len == 256
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"), [("linear", 128), ("yarn", 256), ("yarn", 128)]
+)
+def test_a_head_has_more_positions_where_they_only_size_a_table(
+    make_llama, v2_undone, tmp_path, rope, longest
+):
+    from vllm import EngineArgs
+
+    target = Path(make_llama("target"))
+    about = json.loads((target / "config.json").read_text())
+    about |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "max_position_embeddings": longest,
+        "rope_parameters": {
+            "rope_type": rope,
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    args = EngineArgs(
+        model=str(target),
+        skip_tokenizer_init=True,
+        speculative_config={"method": "specinfer", "model": str(tmp_path)},
+    )
+    if rope == "yarn" and longest < 256:
+        with pytest.raises(ValueError, match="at most the 128 positions of the SSM"):
+            args.create_engine_config()
+        return
+    (head,) = args.create_engine_config().speculative_config.ssm_model_configs
+    assert head.hf_config.max_position_embeddings == head.max_model_len == 256
 
 
 def test_config_survives_copies_and_replace(engine_config):

@@ -328,13 +328,17 @@ def test_a_layer_that_its_config_did_not_show_is_refused(layer, kind):
     assert f"got {kind}" in reason and "layers.0" in reason
 
 
-def test_a_layer_that_changes_what_a_backend_builds_is_refused():
-    """As vLLM's layers of prefix language models do; their configs do not show it."""
+def test_a_layer_whose_backend_is_not_ours_is_refused():
+    """vLLM has layers that choose one, and those of prefix language models change what
+    a backend builds; configs do not show it."""
     from vllm.model_executor.layers.attention.encoder_only_attention import (
         create_encoder_only_attention_backend,
     )
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     from vllm_specinfer.attention.cpu import CPUTreeAttentionBackend
+    from vllm_specinfer.attention.cuda import CUDATreeAttentionBackend
+    from vllm_specinfer.attention.xformers import XformersBackend
 
     class PrefixAttention(SimpleNamespace):
         pass
@@ -342,7 +346,10 @@ def test_a_layer_that_changes_what_a_backend_builds_is_refused():
     changed = create_encoder_only_attention_backend(CPUTreeAttentionBackend)
     for backend, reason in (
         (changed, "PrefixAttention"),
+        (FlashAttentionBackend, "the backend FLASH_ATTN"),
         (CPUTreeAttentionBackend, ""),
+        (CUDATreeAttentionBackend, ""),
+        (XformersBackend, ""),
     ):
         layer = PrefixAttention(attn_backend=backend)
         found = model_refusals.layer_reason([("layers.0", layer)], 1)

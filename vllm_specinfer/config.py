@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import SkipValidation, ValidationError
+from transformers import PretrainedConfig
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
@@ -162,8 +163,11 @@ class SpecInferConfig(SpeculativeConfig):
 
     @property
     def reads_layers(self) -> bool:
-        """An EAGLE-3 head reads the states of some of the target's layers."""
-        return eagle_type(self.draft_model_config) == "eagle3"
+        """An EAGLE-3 head reads the states of some of the target's layers, unless its
+        config says that it reads the last ones, as an EAGLE head."""
+        about = getattr(self.draft_model_config.hf_config, "eagle_config", None) or {}
+        is_eagle3 = eagle_type(self.draft_model_config) == "eagle3"
+        return is_eagle3 and about.get("use_aux_hidden_state", True)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -279,9 +283,9 @@ def build_ssm_model_config(
             f"{_first_line(error)}"
         ) from error
     _name_head(ssm, source)
-    if eagle_type(ssm) is not None:
+    text = ssm.hf_config
+    if eagle_type(ssm) is not None and _any_positions(text):
         # A head runs at the target's positions whatever its config says, as in vLLM.
-        text = ssm.hf_config
         text.max_position_embeddings = max(
             getattr(text, "max_position_embeddings", 0), target.max_model_len
         )
@@ -293,6 +297,14 @@ def build_ssm_model_config(
     # The SSM sees exactly the target's positions, never more, so the limits agree.
     ssm.max_model_len = target.max_model_len
     return ssm
+
+
+def _any_positions(config: PretrainedConfig) -> bool:
+    """A model's positions only size a table (vLLM 0.33, config/speculative.py)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layers = [of_type for of_type in rope.values() if isinstance(of_type, dict)]
+    kinds = {of_type.get("rope_type", "default") for of_type in by_layers or [rope]}
+    return kinds <= {"default", "linear", "llama3", "ntk", "proportional"}
 
 
 def _positions(ssm: ModelConfig) -> float:

@@ -129,16 +129,20 @@ def layer_reason(
                 return _layer_sentence(name, "chunked-local attention")
             if (kind := getattr(holder, "attn_type", "decoder")) != "decoder":
                 return _layer_sentence(name, f"{kind} attention")
-        backend = getattr(layer, "attn_backend", None)
-        builder = backend and backend.get_builder_cls()
-        takes_trees = getattr(builder, "takes_trees", False)
-        # vLLM has layers that change what a backend's builder makes of a step.
-        if takes_trees and "takes_trees" not in vars(builder):
-            return _layer_sentence(name, type(layer).__name__)
         if getattr(layer, "kv_lora_rank", None) is not None:
             return _layer_sentence(name, "MLA")
         if hasattr(layer, "mamba_type"):
             return _layer_sentence(name, "a recurrent state")
+        # vLLM has layers that choose their backend, and such that change what its
+        # builder makes of a step.
+        backend = getattr(layer, "attn_backend", None)
+        if backend is None:
+            continue
+        builder = backend.get_builder_cls()
+        if not getattr(builder, "takes_trees", False):
+            return _layer_sentence(name, f"the backend {backend.get_name()}")
+        if not builder.__module__.startswith("vllm_specinfer."):
+            return _layer_sentence(name, type(layer).__name__)
     return None
 
 

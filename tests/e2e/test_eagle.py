@@ -201,6 +201,14 @@ def eagle3():
     return config, eagle3_weights(), None
 
 
+def eagle3_of_last_states():
+    """An EAGLE-3 head that reads what an EAGLE one does."""
+    config, weights, kind = eagle3()
+    del weights["fc.weight"]
+    config["eagle_config"] = {"use_aux_hidden_state": False}
+    return config, weights, kind
+
+
 def speculators():
     """As the library speculators writes them: the layer's config is nested."""
     weights = {
@@ -231,7 +239,7 @@ def test_published_layouts_load_and_draft(models, tmp_path):
     target = models[0]
     params = [{**GREEDY, "max_tokens": 100}]
     jobs = [job((target, None), params=params, prompts=PROMPTS)]
-    layouts = (eagle1, eagle3, speculators)
+    layouts = (eagle1, eagle3, eagle3_of_last_states, speculators)
     for make in layouts:
         torch.manual_seed(0)
         config, weights, kind = make()

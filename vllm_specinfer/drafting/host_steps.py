@@ -145,17 +145,9 @@ class HostSteps:
         drafts = np.zeros((input_batch.num_reqs, self._trees.num_nodes), np.int64)
         drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
-        self.parents = {
-            req_id: tree.parents.tolist()
-            for req_id, tree in zip(growing, trees.each(), strict=True)
-        }
-        self._trees.write(
-            step.slots[step.growing],
-            trees.tokens,
-            trees.parents,
-            step.roots.roots,
-            draws,
-        )
+        parents = zip(growing, trees.parents.tolist(), trees.sizes, strict=True)
+        self.parents = {req_id: of_rows[:size] for req_id, of_rows, size in parents}
+        self._trees.write(step.slots[step.growing], trees, step.roots.roots, draws)
         stats.reasons = {growing[r]: why for r, why in reasons.items()}
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
         self._finished_at = time.perf_counter()
@@ -182,7 +174,9 @@ class HostSteps:
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        goes_on = total < requests.max_seq_len[slots]
+        # A last token comes by the root's row; where draws are tested, by the tests.
+        last = total + (not self._tests_draws)
+        goes_on = last < requests.max_seq_len[slots]
         (growing,) = ((sampled > 0) & goes_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
