@@ -2,9 +2,9 @@
 
     python examples/training_prompts.py --prompts 4096 --out prompts.jsonl
 
-ShareGPT turns as chats, headers of Python functions as plain text, both of at most 256
-tokens. Prompts that share text with MT-bench or HumanEval are left out: both stay
-unseen.
+ShareGPT turns as chats, or as plain text where the target has no chat template, headers
+of Python functions as plain text, all of at most 256 tokens. Prompts that share text
+with MT-bench or HumanEval are left out: both stay unseen.
 """
 
 import argparse
@@ -56,6 +56,7 @@ def prompts(target: Path, seed: int) -> Iterator[list[int]]:
         return bool(text.strip()) and not (word_ngrams(text) & held_out)
 
     rng = random.Random(seed)
+    has_template = getattr(tokenizer, "chat_template", "") is not None
     chats = [t for t in dict.fromkeys(assets.sharegpt()) if len(t) < 1200]
     code = list(dict.fromkeys(code_headers()))
     rng.shuffle(chats)
@@ -63,8 +64,12 @@ def prompts(target: Path, seed: int) -> Iterator[list[int]]:
     codes = filter(usable, code)
     for i, text in enumerate(filter(usable, chats)):
         chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=False
+        ids = (
+            tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False
+            )
+            if has_template
+            else tokenizer.encode(text)
         )
         if len(ids) <= MAX_PROMPT:
             yield ids
