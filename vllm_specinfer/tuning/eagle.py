@@ -40,6 +40,8 @@ _SIZES = (
     "rope_parameters",
     "rms_norm_eps",
 )
+# Kinds of positions that transformers and vLLM compute the same way.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Deeper steps are reached less often.
 STEP_DECAY = 0.8
 
@@ -48,7 +50,9 @@ def head_config(target: PreTrainedConfig) -> LlamaConfig:
     """The config of a head with one layer of the target's sizes.
 
     As in published heads; the layers read are vLLM's default
-    (vllm/model_executor/models/interfaces.py, SupportsEagle3).
+    (vllm/model_executor/models/interfaces.py, SupportsEagle3). All channels are
+    rotated, by the target's kind of positions where training and vLLM compute it the
+    same way, else by the default one.
 
     Raises:
         ValueError: The target's layers are of another kind.
@@ -62,8 +66,16 @@ def head_config(target: PreTrainedConfig) -> LlamaConfig:
     depth = target.num_hidden_layers
     # Not the last one: transformers gives it normed, vLLM as it is.
     layers = sorted({min(2, depth - 1), depth // 2, max(depth - 3, 0)})
+    rope = target.rope_parameters or {}
+    if rope.get("rope_type") not in _ROPE_TYPES:
+        theta = rope.get("rope_theta", 10000.0)
+        rope = {"rope_type": "default", "rope_theta": theta}
+    own = {
+        "num_hidden_layers": 1,
+        "rope_parameters": {**rope, "partial_rotary_factor": 1.0},
+    }
     return LlamaConfig(
-        **{name: getattr(target, name) for name in _SIZES} | {"num_hidden_layers": 1},
+        **{name: getattr(target, name) for name in _SIZES} | own,
         architectures=[ARCHITECTURE],
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
