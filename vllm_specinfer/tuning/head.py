@@ -18,6 +18,7 @@ from vllm_specinfer.results import write_json
 from vllm_specinfer.tuning import eagle
 from vllm_specinfer.tuning.data import TrainingData, prepare
 from vllm_specinfer.tuning.eagle_copying import write_copy_heads
+from vllm_specinfer.tuning.failures import in_a_sentence
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
 from vllm_specinfer.tuning.settings import HeadSettings
@@ -30,6 +31,7 @@ CHECKPOINTS = "checkpoints"
 COPY_EXAMPLES = 200
 
 
+@in_a_sentence()
 def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list[float]:
     """Tune a head, or go on with one.
 
@@ -44,7 +46,7 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
 
     Raises:
         ValueError: The input cannot be used.
-        OSError: A file is missing or the disk is full.
+        OSError: A file is missing or broken, or disk or memory are full.
     """
     from transformers import AutoConfig, AutoTokenizer
 

@@ -22,14 +22,11 @@ from vllm_specinfer.parse_sources import MANIFEST
 from vllm_specinfer.results import write_json
 from vllm_specinfer.tuning import model
 from vllm_specinfer.tuning.data import TrainingData, prepare
+from vllm_specinfer.tuning.failures import in_a_sentence
 from vllm_specinfer.tuning.new_ssm import NewSSM, check_hidden
 from vllm_specinfer.tuning.optimizer import MuonAdamW
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
-from vllm_specinfer.tuning.settings import (
-    CHECKPOINT_COPIES,
-    PoolSettings,
-    check_disk,
-)
+from vllm_specinfer.tuning.settings import PoolSettings
 from vllm_specinfer.tuning.training import fit
 
 ROUND_FILE = "round.json"
@@ -56,6 +53,7 @@ class Round:
     marked: float
 
 
+@in_a_sentence()
 def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Round]:
     """Tune a pool, or go on with one.
 
@@ -69,7 +67,8 @@ def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Roun
 
     Raises:
         ValueError: The input cannot be used; finished rounds are kept.
-        OSError: A file is missing or the disk is full; finished rounds are kept.
+        OSError: A file is missing or broken, or disk or memory are full; finished
+            rounds are kept.
     """
     from transformers import AutoTokenizer
 
@@ -163,8 +162,6 @@ class _Pool:
         """An SSM in bfloat16, its steps and losses."""
         settings = self._settings
         ssm = model.first_weights(settings)
-        size = sum(p.numel() for p in ssm.parameters()) * 4
-        check_disk(self._out, size * CHECKPOINT_COPIES)
         loss = functools.partial(model.loss, draft_vocab=self._draft_vocab)
         collate = model.collate if settings.base else model.collate_for_new
         losses = fit(ssm, loss, data, collate, settings, checkpoints, MuonAdamW)

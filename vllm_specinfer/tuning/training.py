@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from vllm_specinfer.tuning.settings import Training
+from vllm_specinfer.tuning.settings import CHECKPOINT_COPIES, Training, check_disk
 
 
 class Lengths(Protocol):
@@ -56,7 +56,13 @@ def fit(
 
     Returns:
         Steps and their training losses.
+
+    Raises:
+        OSError: The disk has no room for checkpoints.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    size = sum(p.numel() for p in module.parameters()) * 4
+    check_disk(folder, size * CHECKPOINT_COPIES)
     memory = FreedMemory()
     steps = max(1, len(data) * settings.epochs // settings.batch_size)
     losses = _Losses()
