@@ -224,6 +224,16 @@ def test_a_kept_base_stays_as_it_is(target, tokenizer, tmp_path):
     assert all((before[name] == after[name]).all() for name in before)
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB - 32, VOCAB + 32])
+def test_an_ssm_is_asked_for_tokens_that_it_has(
+    target, tokenizer, tmp_path, vocab_size
+):
+    asked = pool._Pool(
+        tmp_path, PoolSettings(*target), tokenizer, TrainingData([], [], [])
+    )._vocab_of(tmp_path, vocab_size)
+    assert asked.tolist() == list(range(min(vocab_size, VOCAB)))
+
+
 @pytest.mark.parametrize("wrong", ["[1]", "{dtype}"])
 def test_engine_arguments_are_an_object(target, tmp_path, capsys, wrong):
     with pytest.raises(SystemExit):

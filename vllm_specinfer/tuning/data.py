@@ -9,17 +9,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
-from vllm_specinfer.evidence.engines import check_length, cpu_kv_cache, warn_of_waits
+from vllm_specinfer.evidence.engines import cpu_kv_cache, warn_of_waits
 from vllm_specinfer.model_refusals import inner_states_reason, model_reason
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
-from vllm_specinfer.tuning.prompts import read_prompts
+from vllm_specinfer.tuning.prompts import MAX_PROMPT_TOKENS, read_prompts
 from vllm_specinfer.tuning.settings import Training, open_folder
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 SAMPLES_FILE, LABELS_FILE = "samples.jsonl", "labels.bin"
 # Of each token of an answer: the target's likeliest ones.
@@ -73,20 +76,35 @@ def prepare(
         ValueError: The input cannot be used, or the folder holds something else.
         OSError: A file is missing or the disk is full.
     """
-    prompts = read_prompts(Path(settings.prompts), tokenizer)
+    target = check_target(settings)
+    vocab_size = min(len(tokenizer), target.get_vocab_size())
+    room = target.max_model_len - settings.max_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_tokens must be below the {target.max_model_len} positions of the "
+            f"target; got {settings.max_tokens}"
+        )
+    room = min(room, MAX_PROMPT_TOKENS)
+    prompts = read_prompts(Path(settings.prompts), tokenizer, room, vocab_size)
     prompts = prompts[: settings.max_prompts or None]
     if len(prompts) < 2:
         raise ValueError(
             f"{settings.prompts} must hold at least two prompts, one of them for "
             f"validation; got {len(prompts)}"
         )
-    check_target(settings)
     open_folder(out, settings, command)
     samples = [s for s in generate(out, settings, prompts) if s.answer]
     if len(samples) < 2:
         raise ValueError(
             f"the target must continue at least two prompts of {settings.prompts}, one "
             f"of them for validation; got {len(samples)} continuations"
+        )
+    whole = sum(len(s.answer) == settings.max_tokens for s in samples)
+    if whole > len(samples) / 2:
+        print(
+            f"{whole} of {len(samples)} continuations have all {settings.max_tokens} "
+            "tokens that --max-tokens allows",
+            flush=True,
         )
     held_out = max(1, round(len(samples) * settings.validation))
     if held_out == len(samples):
@@ -97,12 +115,16 @@ def prepare(
     validation, training = samples[:held_out], samples[held_out:]
     counts = collections.Counter(t for s in training for t in s.answer)
     commonest = [t for t, _ in counts.most_common(settings.draft_vocab)]
-    vocab = sorted(commonest) if settings.draft_vocab else list(range(len(tokenizer)))
+    vocab = sorted(commonest) if settings.draft_vocab else list(range(vocab_size))
     return TrainingData(training, validation, vocab)
 
 
-def check_target(settings: Training) -> None:
-    """Raises ValueError where specinfer would refuse what is to be trained for it."""
+def check_target(settings: Training) -> "ModelConfig":
+    """The target's config in vLLM.
+
+    Raises:
+        ValueError: Specinfer would refuse what is to be trained for it.
+    """
     from vllm import EngineArgs
 
     arguments = EngineArgs(settings.target, **settings.engine)
@@ -112,6 +134,7 @@ def check_target(settings: Training) -> None:
         reason = inner_states_reason(target)
     if reason is not None:
         raise ValueError(reason)
+    return target
 
 
 def read_samples(out: Path) -> list[Sample]:
@@ -176,25 +199,17 @@ def _engine_dtype(target: str) -> str:
 def generate(out: Path, settings: Training, prompts: list[list[int]]) -> list[Sample]:
     """The target's greedy continuations, appended to the samples of an earlier run.
 
-    Raises:
-        ValueError: The earlier samples are of other prompts, or `engine` has no room
-            for the longest of these.
+    These may have the same prompts in other tokens: a chat template may know the date.
     """
     samples = read_samples(out)
     if settings.labels:
         samples = with_labels(out, samples)
-    if [s.prompt for s in samples] != prompts[: len(samples)]:
-        raise ValueError(
-            f"{out / SAMPLES_FILE} must belong to the prompts of {settings.prompts}; "
-            "got others: has the file changed?"
-        )
     left = prompts[len(samples) :]
     if not left:
         return samples
     from vllm import LLM, SamplingParams
 
     longest = max(map(len, prompts)) + settings.max_tokens
-    check_length(settings.engine, longest)
     arguments = {
         "dtype": _engine_dtype(settings.target),
         "max_model_len": longest,

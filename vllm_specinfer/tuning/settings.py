@@ -3,6 +3,7 @@
 Standard library only at import.
 """
 
+import hashlib
 import json
 import math
 import shutil
@@ -14,7 +15,8 @@ from typing import Any, ClassVar
 from vllm_specinfer.results import made_by, write_json
 
 SETTINGS_FILE = "tuning.json"
-# Free disk to train an SSM, in times of its float32 weights: optimiser state and one
+PROMPTS_HASH = "prompts_sha256"
+# Free disk to train something, in times of its float32 weights: optimiser state and one
 # older checkpoint.
 CHECKPOINT_COPIES = 8
 # Learning rates of SSMs.
@@ -142,13 +144,15 @@ class HeadSettings(Training):
 
 
 def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
-    """Begin a folder, or go on with one that was begun with the same settings.
+    """Begin a folder, or go on with one of the same settings and prompts file.
 
     Raises:
         ValueError: The folder holds something else.
+        OSError: The prompts file is missing.
     """
     file = out / SETTINGS_FILE
-    wanted = asdict(settings)
+    prompts = hashlib.sha256(Path(settings.prompts).read_bytes())
+    wanted = {**asdict(settings), PROMPTS_HASH: prompts.hexdigest()}
     if file.is_file():
         try:
             had = dict(json.loads(file.read_text())["settings"])
@@ -158,6 +162,11 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
             ) from error
         different = [name for name in wanted if had.get(name) != wanted[name]]
         begun = any(other.name != SETTINGS_FILE for other in out.iterdir())
+        if different == [PROMPTS_HASH] and begun:
+            raise ValueError(
+                f"{settings.prompts} must be as it was when {out} was begun; got "
+                "another content"
+            )
         if different and begun:
             changes = ", ".join(
                 f"{name} {had.get(name)!r} -> {wanted[name]!r}" for name in different

@@ -1,0 +1,25 @@
+"""Whether transformers reads the weights of a quantized target, which vLLM may."""
+
+from transformers import AutoConfig
+from transformers.quantizers import AutoHfQuantizer
+
+
+def check_quantization(target: str) -> None:
+    """Raises ValueError where it needs what is not installed or not there.
+
+    Args:
+        target: Folder or hub id.
+    """
+    config = AutoConfig.from_pretrained(target)
+    how = getattr(config, "quantization_config", None)
+    # What transformers does not know it reads as if it were not quantized.
+    if not how or not AutoHfQuantizer.supports_quant_method(how):
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(how, pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the target must be one that transformers can read here; got {reason}"
+        ) from error
