@@ -10,6 +10,8 @@ from tree_attention_cases import Request
 
 SMALL = [Request(80, 9), Request(50, 3, is_tree=False), Request(20, 12)]
 WITH_PREFILL = [*SMALL, Request(5, 70, is_tree=False)]
+# Fewer rows than a tree may have.
+FEW = [Request(80, 3), Request(50, 1, is_tree=False)]
 # Not as the runner sorts them.
 AFTER_PREFILL = [SMALL[1], Request(5, 70, is_tree=False), SMALL[0]]
 NUM_SPECULATIVE_TOKENS = 20
@@ -135,14 +137,15 @@ def mixed_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return outputs
 
 
-def replayed_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def replayed_steps(requests: list[Request]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A graph's metadata serves steps with these trees, none, and others."""
-    step = cases.step(SMALL, words=1)
+    step = cases.step(requests, words=1)
     lengths = step["seq_lens"].clone()
     query = step["query"]
     builder = make_builder(step["kv_cache"], query.dtype, query.shape[1])
     common = common_metadata(step)
     graph = builder.build_for_cudagraph_capture(common)
+    assert graph.tile_rows == min(NUM_SPECULATIVE_TOKENS + 1, len(query))
     step["seq_lens"].copy_(lengths)
     tree = step["tree"]
     no_tree = replace(tree, is_tree=torch.zeros_like(tree.is_tree))
@@ -170,6 +173,7 @@ def blocks_of_layers() -> list[tuple[int, int]]:
     return found
 
 
-def outputs() -> tuple[Any, Any, Any]:
+def outputs() -> tuple[Any, ...]:
     """What layers and definition give."""
-    return mixed_steps(), replayed_steps(), blocks_of_layers()
+    replayed = replayed_steps(SMALL), replayed_steps(FEW)
+    return mixed_steps(), *replayed, blocks_of_layers()

@@ -32,6 +32,11 @@ def test_a_graph_finds_the_trees_of_every_step(outputs) -> None:
     assert none[12:24].equal(one[12:24]) and not trees[12:24].equal(none[12:24])
 
 
+def test_a_graph_of_few_rows_serves_every_step(outputs) -> None:
+    for found, expected in outputs[2]:
+        cases.assert_close(found, expected)
+
+
 def test_a_step_without_trees_is_the_stock_step() -> None:
     step = cases.step(backend.SMALL, words=1)
     builder = backend.make_builder(step["kv_cache"], torch.float32, 4)
@@ -61,7 +66,7 @@ def test_a_pass_with_more_rows_than_bits_is_refused() -> None:
 
 
 def test_blocks_of_rows_are_those_of_the_layers(outputs) -> None:
-    found, expected = zip(*outputs[2], strict=True)
+    found, expected = zip(*outputs[3], strict=True)
     assert found == expected and len(set(found)) > 1
 
 

@@ -116,8 +116,8 @@ KERNELS = [
         SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
         BLOCKS,
     ),
-    (splits.join_splits_kernel, SHAPE | ALL, BLOCKS),
-    (splits.join_splits_kernel, SHAPE | NONE, BLOCKS),
+    (splits.join_splits_kernel, SHAPE | ALL | {"MAX_BLOCKS": 128}, BLOCKS),
+    (splits.join_splits_kernel, SHAPE | NONE | {"MAX_BLOCKS": 1}, BLOCKS),
     (
         commit._commit_paths_kernel,
         {"BLOCK_SIZE": 16, "BLOCK_WORDS": commit.BLOCK_WORDS},

@@ -137,6 +137,9 @@ def small_steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     yield step(wide, **one_head, head_size=96, words=3), {"num_programs": 16}
     for options in ({}, {"num_programs": 7}):
         yield step(wide, **one_head), {"window": 64, "chains": True, **options}
+    # All that may be split is, behind rows that are not attended.
+    full = [Request(200, 40, is_tree=False), Request(300, 32)]
+    yield step(full, **one_head), {"num_programs": 4}
     # As a level of trees that grow, of which one has most nodes.
     level = [Request(40, 1), Request(90, 20), *(Request(0, 2) for _ in range(5))]
     for num_programs in (1, 90):

@@ -100,9 +100,13 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         )
         self._all = torch.ones_like(self._trees.is_tree)
         self._holds_trees = self._captured = False
-        rows = self._rows_per_block(self._tree_rows)
-        most = max_row_blocks(max_num_rows, max_num_reqs, rows)
-        self._row_blocks = RowBlocks.room(most, device)
+        self._row_blocks = RowBlocks.room(max_num_rows, device)
+
+    def _tile_rows(self, stock: TritonAttentionMetadata) -> int:
+        """Rows that a request may have at a graph's capture and in all of its steps."""
+        if not self._captured:  # else steps would compile what no capture has
+            return self._tree_rows
+        return min(self._tree_rows, stock.num_actual_tokens)
 
     def _rows_per_block(self, tile_rows: int) -> int:
         dtype = self.vllm_config.model_config.dtype
@@ -204,7 +208,7 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         self, stock: TritonAttentionMetadata, first: int | None = None
     ) -> TreeAttentionMetadata:
         blocks = self._lay_out(stock, first)
-        return self._with_trees(stock, self._trees, blocks, self._tree_rows)
+        return self._with_trees(stock, self._trees, blocks, self._tile_rows(stock))
 
     def _lay_out(
         self, stock: TritonAttentionMetadata, first: int | None = None
@@ -221,7 +225,7 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         if first is not None:
             attended = self._trees.is_tree.clone()
             attended[:first] = True
-        rows = self._rows_per_block(self._tree_rows)
+        rows = self._rows_per_block(self._tile_rows(stock))
         self._row_blocks.fill(starts, rows, attended)
         most = max_row_blocks(stock.num_actual_tokens, num_reqs, rows)
         return self._row_blocks.first(most)

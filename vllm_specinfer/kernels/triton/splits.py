@@ -67,22 +67,33 @@ def join_splits_kernel(
     SINKS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_TILES_PER_SPLIT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
 ):
+    """One query head of one row: the programs count the rows of all blocks."""
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    block_of_rows = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    m = tl.program_id(2)
+    head = tl.program_id(1)
     count = tl.load(count_ptr)
     splits = num_splits(count, num_programs, MAX_SPLITS)
-    if (block_of_rows >= count) | (splits == 1):
+    if splits == 1:
         return
+    b = tl.arange(0, MAX_BLOCKS)
+    requests = tl.load(requests_ptr + b, mask=b < count, other=0)
+    places = tl.load(places_ptr + b, mask=b < count, other=0)
+    ends = tl.load(query_start_loc_ptr + requests + 1)
+    rows = ends - tl.load(query_start_loc_ptr + requests) - places * ROWS
+    rows = tl.where(b < count, tl.minimum(tl.maximum(rows, 0), ROWS), 0)
+    ends = tl.cumsum(rows, 0)
+    before = ends <= tl.program_id(0)
+    block_of_rows = tl.sum(before.to(tl.int32), 0)
+    if block_of_rows >= count:
+        return
+    row = tl.program_id(0) - tl.max(tl.where(before, ends, 0), 0)
+    m = row * GROUP + head % GROUP
     r = tl.load(requests_ptr + block_of_rows)
     is_tree = tl.load(is_tree_ptr + r)
     first_row = tl.load(query_start_loc_ptr + r)
     num_rows = tl.load(query_start_loc_ptr + r + 1) - first_row
-    row = tl.load(places_ptr + block_of_rows) * ROWS + m // GROUP
-    if (row >= num_rows) | (m >= ROWS * GROUP):
-        return
+    row += tl.load(places_ptr + block_of_rows) * ROWS
     seq_len = tl.load(seq_lens_ptr + r)
     context = tl.load(context_lens_ptr + r)
     context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
@@ -95,10 +106,9 @@ def join_splits_kernel(
     # Splits beyond the last tile have written nothing.
     written = first + split * per_split < end
     program = (block_of_rows * splits + split).to(tl.int64)
-    part = (program * tl.num_programs(1) + kv_head) * BLOCK_M + m
+    part = (program * tl.num_programs(1) + head) // GROUP * BLOCK_M + m
     top = tl.load(moments_ptr + part * 2, mask=written, other=float("-inf"))
     totals = tl.load(moments_ptr + part * 2 + 1, mask=written, other=0.0)
-    head = kv_head * GROUP + m % GROUP
     highest = tl.max(top, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)

@@ -179,7 +179,6 @@ def _tree_attention_kernel(
     )
     if SCALES:
         scale *= tl.load(k_scale_ptr)
-    oldest = tl.zeros([BLOCK_M], tl.int32)
     if WINDOW > 0:
         # A path has as many bits as positions, whatever their places.
         last = tl.zeros([BLOCK_M], tl.int32)
@@ -213,9 +212,10 @@ def _tree_attention_kernel(
             blocks_ptr + ahead // BLOCK_SIZE, mask=ahead < context, other=0
         )
         inside = position < context
+        visible = inside[None, :]
         if WINDOW > 0:  # what left the window may be anything
             inside = inside & (position > context - WINDOW)
-        visible = inside[None, :] & (position[None, :] >= oldest[:, None])
+            visible = inside[None, :] & (position[None, :] >= oldest[:, None])
         acc, top, total = _attend_tile(
             acc,
             top,
@@ -435,7 +435,8 @@ def tree_attention(
     if num_programs > 1:
         # More blocks than these are not split.
         splittable = min(most_blocks, num_programs // 2)
-        join_splits_kernel[(splittable, num_kv_heads, block_m)](
+        most_rows = min(len(query), splittable * rows)
+        join_splits_kernel[(most_rows, query.shape[1])](
             out,
             partial,
             moments,
@@ -449,6 +450,7 @@ def tree_attention(
             out.stride(0),
             out.stride(1),
             **shape,
+            MAX_BLOCKS=triton.next_power_of_2(splittable),
         )
 
 
