@@ -120,7 +120,8 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     """Guard everything that runs inside; count launches of kernels by name."""
     from vllm_specinfer import model_state, worker
     from vllm_specinfer.attention import cuda as attention
-    from vllm_specinfer.drafting import ssm, tree_graphs
+    from vllm_specinfer.drafting import output_head, ssm, tree_graphs
+    from vllm_specinfer.kernels.triton import likeliest
     from vllm_specinfer.verify import device_sampler, sampler
 
     guard = DeviceGuard()
@@ -157,6 +158,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
             (device_sampler, "verify_draws"),
             (device_sampler, "walk_trees"),
             (tree_graphs, "coupled_children"),
+            (likeliest, "likeliest"),
             (attention, "tree_attention"),
             (attention, "commit_paths"),
             (ssm, "set_forward_context"),
@@ -174,7 +176,7 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
                 torch, "from_numpy", lambda array: guard.from_numpy(from_numpy, array)
             )
         )
-        for module in (device, model_state, worker):
+        for module in (device, model_state, output_head, worker):
             stack.enter_context(
                 mock.patch.object(module, "is_host", lambda device: False)
             )

@@ -6,6 +6,8 @@ that hardly ever come next. An SSM may bring a file ``draft_vocab.json``,
 drafted. The output of the engine stays the target's either way.
 """
 
+from types import ModuleType
+
 import torch
 from torch import nn
 from vllm.config import ModelConfig
@@ -39,6 +41,7 @@ class DraftHead:
         """
         self._model = model
         self._tokens: torch.Tensor | None = None
+        self._kernel: ModuleType | None = None
         head = getattr(model, "lm_head", None)
         processor = getattr(model, "logits_processor", None)
         plain = (
@@ -80,6 +83,10 @@ class DraftHead:
 
             if (kernel := kernel_for(self._rows)) is not None:
                 self._linear, self._rows = kernel
+        else:
+            from vllm_specinfer.kernels.triton import likeliest
+
+            self._kernel = likeliest
         # As buffers of the model they survive vLLM's sleep.
         for name, tensor in (("draft_rows", self._rows), ("draft_ids", self._tokens)):
             self._model.register_buffer(name, tensor, persistent=False)
@@ -107,12 +114,15 @@ class DraftHead:
         self, hidden: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._tokens is None:
-            logits = self._model.compute_logits(hidden).float()
+            logits = self._model.compute_logits(hidden)
         else:
-            logits = self._linear(hidden.bfloat16(), self._rows).float()
+            logits = self._linear(hidden.bfloat16(), self._rows)
+        count = min(count, logits.shape[1])
+        if self._kernel is not None and self._kernel.takes(logits, count):
+            return self._kernel.likeliest(logits, self._tokens, count)
         # One kernel; `logsumexp` is many, each of which wakes all threads.
-        logprobs = logits.log_softmax(dim=-1)
-        values, tokens = logprobs.topk(min(count, logits.shape[1]), dim=-1)
+        logprobs = logits.float().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(count, dim=-1)
         return values, tokens if self._tokens is None else self._tokens[tokens]
 
 

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.device import StagedBuffers, is_host, read, stage
+from vllm_specinfer.drafting.children import NUM_CANDIDATES
 from vllm_specinfer.drafting.draft_kv import DraftKV
 from vllm_specinfer.drafting.graphs import (
     Captured,
@@ -132,9 +133,10 @@ class NeuralSSM:
         """One pass without attention, for memory profiling and compilation."""
         states = self.no_states(len(input_ids))
         hidden = self._taken(self._run(input_ids, positions, None, None, states))
-        # As many rows as a level may have where memory is profiled for it.
+        # As many rows as a level may have where memory is profiled for it, and of each
+        # more tokens than a kernel finds in less.
         rows = 1 if is_host(self.device) else MOST_ROWS
-        self.head.likeliest(hidden[:rows], 1)
+        self.head.likeliest(hidden[:rows], NUM_CANDIDATES)
 
     def skip(self, step: DraftStep) -> None:
         """The SSM is not asked in this step."""
