@@ -229,6 +229,7 @@ def _check_lookups(device: str) -> None:
 
     outputs = lookup_cases.outputs(device)
     tests.test_the_device_finds_what_the_host_finds(outputs)
+    tests.test_the_device_finds_what_random_texts_seldom_have(outputs)
     tests.test_texts_that_ended_count_against_those_that_went_on(outputs)
     tests.test_forgotten_texts_come_back_where_they_are_looked_up_in_again(outputs)
     tests.test_n_grams_are_the_hosts(outputs)

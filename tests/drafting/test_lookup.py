@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.spec_decode.ngram_proposer import (
     _find_longest_matched_ngram_and_propose_tokens as vllm_ngram,
 )
 
-from vllm_specinfer.drafting.device_lookup import DeviceLookup
 from vllm_specinfer.drafting.lookup import LookupSource, chance_after
 from vllm_specinfer.drafting.ngram import Ngrams
 from vllm_specinfer.drafting.suffix import (
@@ -62,11 +60,6 @@ def test_placeholders_beyond_the_vocabulary_are_no_nodes_nor_is_what_is_below():
     assert found.tokens.tolist() == [[3, 5, 6]]
     assert found.parents.tolist() == [[ROOT, 0, 1]]
     assert len(LookupSource(lookup).propose(step).candidates.tokens[0]) == len(nodes)
-    on_device = DeviceLookup.__new__(DeviceLookup)
-    tokens, there = torch.tensor([3, VOCAB, 4]), torch.ones(3, dtype=torch.bool)
-    assert on_device._known(tokens, there).all()
-    on_device.vocab_size = VOCAB
-    assert on_device._known(tokens, there).tolist() == [True, False, False]
 
 
 def longest_match(context, text, most=32):

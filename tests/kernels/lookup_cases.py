@@ -7,13 +7,28 @@ import torch
 
 SEEDS = range(18)
 NUM_SLOTS, MAX_LEN = 3, 60
+# Of the first of two texts the last tokens, what has ended, what is looked up, and what
+# differs from `both`: what random texts seldom decide.
+RUN = [*range(10, 50)]
+MANY = {"n": 20}
+RARE = {
+    "shorter than a match": ([9], [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5]], [1, 2, 3], {}),
+    "longer than a match counts": ([], [[*RUN, 4], [*RUN[5:], 5]], RUN, {}),
+    "as likely as the last": ([], [[1, 2, 3, 4], [1, 2, 3, 5]], [1, 2, 3], {"n": 1}),
+    "more places than count": ([], [], [t for i in RUN[:19] for t in (i, 1, 2)], MANY),
+    "in the older texts alone": ([], [RUN[:9], RUN[20:]], RUN[:5], {"size": 60}),
+    "shorter in newer texts": ([], [RUN, [0, 12, 13, 14, 7]], RUN[:5], {"size": 90}),
+    "a full generation": ([], [RUN[:9], RUN[9:18], RUN[18:27]], RUN[:5], {"size": 40}),
+    "a loop": ([], [], 9 * [1, 2, 3], MANY),
+    "no token": ([], [[1, 2, 3, 99, 4], [1, 2, 3, 4, 5]], [1, 2, 3], {"vocab_size": 9}),
+}
 # How long texts without a match, before, at and behind the blocks of a scan are.
 LENGTHS = [0, 1, 2, 15, 16, 17, 33, MAX_LEN]
 
 
 def outputs(
     device: str = "cpu",
-) -> tuple[list[tuple[dict, dict]], list[dict[tuple, float]], list[tuple[list, list]]]:
+) -> tuple[list, list, list, dict[str, tuple[dict, dict]]]:
     """Let texts start, grow and be looked up."""
     from vllm_specinfer.kernels.triton import matches, places, texts
 
@@ -21,7 +36,52 @@ def outputs(
     found = [found for seed in SEEDS for found in searches(seed, device)]
     ngrams = [found for seed in SEEDS for found in ngram_searches(seed, device)]
     past = [past_texts(device, *case) for case in ((), ([],), ([1],), ([0, 1],))]
-    return found, past, ngrams
+    rare = {name: both(device, *case[:3], **case[3]) for name, case in RARE.items()}
+    return found, past, ngrams, rare
+
+
+def both(
+    device: str,
+    before: list[int],
+    past: list[list[int]],
+    own: list[int],
+    n: int = 8,
+    size: int = 400,
+    vocab_size: int | None = None,
+) -> tuple[dict, dict]:
+    """What the device and the host find in one text after the others.
+
+    Args:
+        device: Where.
+        before: What the row before the texts ends with.
+        past: Texts that have ended, in their order.
+        own: The text.
+        n: Nodes of a tree.
+        size: Tokens of past texts.
+        vocab_size: Other tokens are none.
+    """
+    from vllm_specinfer.drafting.lookup import LookupSource
+    from vllm_specinfer.drafting.suffix import Suffixes
+    from vllm_specinfer.drafting.text_copies import TextCopies, Texts
+    from vllm_specinfer.options import SuffixSource
+
+    host = Suffixes(SuffixSource(size), 2, n)
+    source = LookupSource(host, vocab_size)
+    tokens = torch.zeros(2, MAX_LEN, dtype=torch.int32, device=device)
+    lengths = torch.tensor([MAX_LEN, 0], dtype=torch.int32, device=device)
+    tokens[0, MAX_LEN - len(before) :] = torch.tensor(before)
+    source.capture(TextCopies(Texts(tokens, lengths)))
+    for text in (*past, own):
+        source.start(1, None)
+        tokens[1, : len(text)] = torch.tensor(text)
+        lengths[1] = len(text)
+        source.has_read(1, np.array(text, np.int32))
+    slots = torch.tensor([0, 1])
+    source.on_device.fill((1.0, 0.0), slots.numpy())
+    grows = torch.tensor([False, True], device=device)
+    found = source.on_device.find(slots.to(device), grows)
+    nodes = source._known(host.find(1, np.array(own, np.int32)))
+    return paths_on_device(found, 1), paths_on_host(nodes, (1.0, 0.0))
 
 
 def past_texts(device: str, *looked_up: list[int]) -> dict[tuple, float]:
@@ -112,10 +172,12 @@ def ngram_searches(seed: int, device: str) -> list[tuple[list, list]]:
     rng = np.random.default_rng(seed)
     least = int(rng.integers(1, 4))
     most = least + int(rng.choice([0, 1, 4, MAX_LEN]))
-    source = LookupSource(Ngrams(NgramSource(least, most), int(rng.integers(1, 9))))
+    lookup = Ngrams(NgramSource(least, most), int(rng.integers(1, 9)))
+    vocab = int(rng.choice([2, 3, 6]))
+    source = LookupSource(lookup, [None, vocab, vocab - 1][seed % 3])
     source.calibration.distrust = [0.0, -0.5, 0.3][seed % 3]
     num_slots = len(LENGTHS)
-    tokens = rng.integers(int(rng.choice([2, 3, 6])), size=(num_slots, MAX_LEN))
+    tokens = rng.integers(vocab, size=(num_slots, MAX_LEN))
     tokens = tokens.astype(np.int32)
     lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
     texts = Texts(torch.from_numpy(tokens).to(device), lengths)

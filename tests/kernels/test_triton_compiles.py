@@ -25,6 +25,7 @@ from vllm_specinfer.kernels.triton import (
     row_blocks,
     splits,
     step_rows,
+    suffix_trees,
     texts,
     tiles,
     tree_attention,
@@ -90,7 +91,15 @@ UNION = types_of(
     }
 )
 LIKELIEST = types_of({"*i64": "tokens ids", "*fp32": "logprobs", "*bf16": "logits"})
-TEXTS = types_of({"*i32": "copies texts", "*i64": "known"})
+TEXTS = types_of({"*i32": "copies texts ends", "*i64": "known"})
+LOOKUPS = types_of(
+    {
+        "*i64": "filled tokens_out parents_out",
+        "*i32": "places which past",
+        "*i1": "grows",
+        "*fp32": "scores_out correction",
+    }
+)
 
 
 def type_of(name: str) -> str:
@@ -187,14 +196,21 @@ KERNELS = [
     ),
     (
         matches._earliest_match_kernel,
-        {"BLOCK": matches.BLOCK},
-        types_of({"*i32": "matched"}),
+        {"ROOT": -1, "NODES_PADDED": 1024, "BLOCK": matches.BLOCK},
+        LOOKUPS,
     ),
     (texts._catch_up_kernel, {"BLOCK": texts.BLOCK}, TEXTS),
     (
         places._newest_places_kernel,
-        {"NUM_PLACES": 16, "MIN_MATCH": 3, "BLOCK": places.BLOCK},
-        {},
+        {"NUM_PLACES": 16, "NO_PLACE": -1, "MIN_OWN": 2, "MIN_PAST": 3}
+        | {"BLOCK": places.BLOCK},
+        LOOKUPS,
+    ),
+    (
+        suffix_trees._suffix_trees_kernel,
+        {"NUM_PLACES": 16, "MAX_MATCH": 32, "PAST_TRUST": 0.75, "ROOT": -1}
+        | {"BLOCK": suffix_trees.BLOCK, "CLEARED": suffix_trees.CLEARED},
+        LOOKUPS,
     ),
 ]
 # What a kernel is launched for where trees are small; tiles of fewer lanes than a warp
@@ -205,6 +221,7 @@ SMALL = {
     growth._extend_kernel: ("BLOCK",),
     growth._expand_kernel: ("SIZE_PADDED", "BLOCK"),
     verification._walk_kernel: ("BLOCK",),
+    matches._earliest_match_kernel: ("NODES_PADDED",),
     catch_up._last_rows_kernel: ("BLOCK",),
 }
 

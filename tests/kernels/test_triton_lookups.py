@@ -10,7 +10,7 @@ from vllm_specinfer.drafting.suffix import PAST_TRUST
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list, list]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list, list, list, dict]:
     return outputs_of(cases, tmp_path_factory.mktemp("outputs"))
 
 
@@ -20,6 +20,11 @@ def test_the_device_finds_what_the_host_finds(outputs) -> None:
         assert found == pytest.approx(expected, abs=1e-5)
     sizes = [len(expected) for _, expected in outputs[0]]
     assert min(sizes) == 0 and max(sizes) == 20
+
+
+def test_the_device_finds_what_random_texts_seldom_have(outputs) -> None:
+    for name, (found, expected) in outputs[3].items():
+        assert expected and found == pytest.approx(expected, abs=1e-5), name
 
 
 def test_texts_that_ended_count_against_those_that_went_on(outputs) -> None:

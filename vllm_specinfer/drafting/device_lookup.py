@@ -1,7 +1,4 @@
-"""What lookups share where the host does not look on.
-
-Dimension legend: N nodes of a path.
-"""
+"""What lookups share where the host does not look on."""
 
 import numpy as np
 import torch
@@ -14,10 +11,10 @@ class DeviceLookup:
     """Looks up in the texts of running requests.
 
     Attributes:
-        vocab_size: As of `LookupSource`.
+        vocab_size: As of `LookupSource`; more than any token where it has none.
     """
 
-    vocab_size: int | None = None
+    vocab_size = torch.iinfo(torch.int32).max
 
     def __init__(self, copies: TextCopies) -> None:
         """Correct nothing yet.
@@ -44,17 +41,3 @@ class DeviceLookup:
             slots: [R] request slots.
         """
         self._correction.fill(np.array(correction, np.float32))
-
-    def _known(self, tokens: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        """Which nodes of paths [..., N] are there, without tokens beyond the vocabulary
-        and what is below them."""
-        if self.vocab_size is None:
-            return there
-        return (there & (tokens < self.vocab_size)).int().cumprod(dim=-1).bool()
-
-    def _scores(self, chances: torch.Tensor) -> torch.Tensor:
-        """[..., N] float32 of nodes on paths, given the chance [..., N] float64 of each
-        where its parent is."""
-        (correction,) = self._correction.tensors
-        logs = chances.log() * correction[0] - correction[1]
-        return logs.cumsum(dim=-1).float()

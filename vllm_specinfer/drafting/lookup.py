@@ -77,7 +77,8 @@ class LookupSource:
     def capture(self, copies: "TextCopies") -> None:
         """Look up on the device, too."""
         self.on_device = self._lookup.for_device(copies)
-        self.on_device.vocab_size = self._vocab_size
+        if self._vocab_size is not None:
+            self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""

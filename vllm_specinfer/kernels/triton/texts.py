@@ -14,12 +14,14 @@ def _catch_up_kernel(
     known_ptr,
     texts_ptr,
     text_stride,
+    ends_ptr,
     slots_ptr,
     lengths_ptr,
     BLOCK: tl.constexpr,
 ):
     slot = tl.load(slots_ptr + tl.program_id(0))
-    length = tl.load(lengths_ptr + tl.program_id(0))
+    length = tl.load(ends_ptr + slot).to(tl.int64)
+    tl.store(lengths_ptr + tl.program_id(0), length)
     for begin in range(tl.load(known_ptr + slot), length, BLOCK):
         i = begin + tl.arange(0, BLOCK)
         token = tl.load(texts_ptr + slot * text_stride + i, mask=i < length, other=0)
@@ -30,28 +32,27 @@ def catch_up(
     copies: torch.Tensor,
     known: torch.Tensor,
     texts: torch.Tensor,
+    ends: torch.Tensor,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Copy what copies do not have yet.
 
     Args:
         copies: [S, *] int32 on the device.
         known: [S] int64 tokens that each copy has.
         texts: [S, *] int32 that the device can read.
+        ends: [S] int32 tokens of each, too.
         slots: [R] int64 texts that are needed; the same one may be several.
-        lengths: [R] int64 tokens of each.
+
+    Returns:
+        [R] int64 tokens of these.
     """
-    if len(slots):
-        _catch_up_kernel[(len(slots),)](
-            copies,
-            copies.stride(0),
-            known,
-            texts,
-            texts.stride(0),
-            slots,
-            lengths,
-            BLOCK=BLOCK,
-        )
-        # Afterwards: other threads and programs read it before they copy.
-        known.index_copy_(0, slots, lengths)
+    lengths = torch.empty_like(slots)
+    _catch_up_kernel[(len(slots),)](
+        *(copies, copies.stride(0), known, texts, texts.stride(0), ends),
+        *(slots, lengths),
+        BLOCK=BLOCK,
+    )
+    # Afterwards: other threads and programs read it before they copy.
+    known.index_copy_(0, slots, lengths)
+    return lengths
