@@ -88,6 +88,7 @@ class Times:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            entered = time.perf_counter()
             self._inside.append(0.0)
             start = time.perf_counter()
             try:
@@ -95,12 +96,12 @@ class Times:
             finally:
                 seconds = time.perf_counter() - start
                 inside = self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += seconds
                 if label is not None:
                     self.calls[label].append(seconds)
                 if part is not None:
                     self.own[part] += seconds - inside
+                if self._inside:  # nobody's part is what watching takes
+                    self._inside[-1] += time.perf_counter() - entered
 
         setattr(holder, name, call)
 

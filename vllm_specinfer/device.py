@@ -115,6 +115,26 @@ class StagedBuffers:
         async_tensor_h2d(_packed(arrays), out=self._sent)
 
 
+def write_rows(
+    target: torch.Tensor,
+    slots: torch.Tensor,
+    slots_on_host: np.ndarray,
+    values: torch.Tensor,
+) -> None:
+    """Write the first columns of some rows.
+
+    Args:
+        target: [S, N].
+        slots: [R] int64 rows of it, distinct.
+        slots_on_host: [R] the same.
+        values: [R, n].
+    """
+    if is_host(target.device):  # torch takes several times as long
+        target.numpy()[slots_on_host, : values.shape[1]] = values.numpy()
+    else:
+        target[slots, : values.shape[1]] = values
+
+
 def token_rows(tokens: StagedWriteTensor) -> np.ndarray:
     """[S, max_model_len] int32 tokens of all slots, as they were at the last `read`.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.interface import ModelSpecificAttnMetadata
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
 from vllm_specinfer.device import Once, is_host, read_later
@@ -170,13 +171,33 @@ class TreeModelState(DefaultModelState):
             )
         self._planned = (input_batch, plan)
 
-    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's attention metadata, with the visibility of tree rows."""
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """vLLM's attention metadata of the target, with the visibility of tree rows.
+
+        vLLM would build it for the layers of the SSMs, too, which do not run here.
+        """
         plan = self.plan_of(input_batch)
         if plan is not None:
             rows = plan.tree_rows(self.device, input_batch.num_tokens)
             kwargs["model_specific_attn_metadata"] = TreeAttnMetadata(rows)
-        return super().prepare_attn(input_batch, *args, **kwargs)
+        of_target = [
+            [g for g in groups if not self._draft_layer_names.issuperset(g.layer_names)]
+            for groups in attn_groups
+        ]
+        return super().prepare_attn(
+            *(input_batch, cudagraph_mode, block_tables, slot_mappings, of_target),
+            *args,
+            **kwargs,
+        )
 
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
@@ -267,7 +288,7 @@ class TreeModelState(DefaultModelState):
 
         def walked() -> list[Walked]:
             paths, counts = walks()
-            accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests()}
+            accepted = {i: paths[i, : counts[i]].tolist() for i in plan.tree_requests}
             return _by_request(input_batch, accepted)
 
         self.count = self._drafter.on_verified(Once(walked))

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import use_workspace_lane
 
 from vllm_specinfer import model_refusals, refusals
-from vllm_specinfer.device import is_host
+from vllm_specinfer.device import is_host, write_rows
 from vllm_specinfer.scheduling import blocks, invariants
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.step_stats import WorkerStats
@@ -340,5 +340,6 @@ class TreeWorker(Worker):
             return
         with use_workspace_lane(runner._draft_workspace_lane):
             batch, tokens = runner.speculator.draft()
-        runner.req_states.draft_tokens[batch.idx_mapping, : tokens.shape[1]] = tokens
+        drafts, slots = runner.req_states.draft_tokens, batch.idx_mapping
+        write_rows(drafts, slots, batch.idx_mapping_np, tokens)
         runner.draft_tokens_handler.set_draft_tokens(batch, tokens)

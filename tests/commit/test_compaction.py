@@ -1,6 +1,7 @@
 """The KV commit on CPU: moved slots read back as the tokens that were moved."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from tests.attention.paged_batch import tiled_layout
 from vllm_specinfer.commit import compaction
-from vllm_specinfer.commit.compaction import commit_kv, commit_kv_ref
+from vllm_specinfer.commit.compaction import CPUCommit, commit_kv_ref, mover
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
 
@@ -62,6 +63,10 @@ class Layer:
         fresh = torch.zeros_like(self.cache)
         self.write(fresh)
         assert torch.equal(self.cache, fresh)
+
+
+def commit_kv(caches, src, dst, isas):
+    mover(caches, isas)(src, dst)
 
 
 MOVERS = [commit_kv, commit_kv_ref]
@@ -129,6 +134,22 @@ def test_padding_and_moves_in_place_are_skipped(move):
     src, dst = torch.tensor([-1, 5, 9, 7]), torch.tensor([6, -1, 9, 8])
     move([layer.cache], src, dst, [layer.isa])
     layer.check_moved(src[2:], dst[2:])
+
+
+def test_layers_whose_caches_are_replaced_move_in_the_new_ones():
+    layers = [Layer.make(2, 64, torch.float32, 32) for _ in range(2)]
+    others = [Layer.make(2, 64, torch.bfloat16, 32) for _ in range(2)]
+    served = [SimpleNamespace(kv_cache=x.cache, isa=x.isa) for x in layers]
+    commit = CPUCommit(served)
+    slots = torch.arange(40, 50)
+    commit(slots, [0], [[2, 3]])
+    moved = torch.tensor([42, 43]), torch.tensor([41, 42])
+    for serves, layer, other in zip(served, layers, others, strict=True):
+        layer.check_moved(*moved)
+        serves.kv_cache, serves.isa = other.cache, other.isa
+    commit(slots, [0], [[2, 3]])
+    for layer in others:
+        layer.check_moved(*moved)
 
 
 def test_nothing_to_move():

@@ -39,10 +39,15 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
 
     def causal_mask(plan: StepPlan, num_rows: int) -> np.ndarray:
         bits = np.zeros((num_rows, plan.table.bits.shape[2]), np.int64)
-        for i in plan.tree_requests():
+        for i in plan.tree_requests:
             start, rows = plan.query_start_loc[i], plan.num_rows[i]
             bits[start : start + rows] = chain_bits(rows, bits.shape[1])
         return bits
+
+    def flat_positions(plan: StepPlan) -> np.ndarray:
+        starts = plan.query_start_loc[: len(plan.slots) + 1]
+        first = plan.root_positions - starts[:-1]
+        return np.arange(starts[-1]) + np.repeat(first, np.diff(starts))
 
     def parents_token_as_bonus(self, batch, emitted, levels):
         emitted = [[*tokens[:-1], tokens[-2:][0]] for tokens in emitted]
@@ -172,9 +177,7 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
     draw = sampling.noised_argmax
     return {
         "mask": lambda: mock.patch.object(StepPlan, "ancestor_bits", causal_mask),
-        "position": lambda: mock.patch.object(
-            StepPlan, "fill_positions", lambda *args: None
-        ),
+        "position": lambda: mock.patch.object(StepPlan, "positions", flat_positions),
         "commit": lambda: mock.patch.object(
             model_state.TreeModelState, "commit", lambda *args: None
         ),

@@ -1,12 +1,13 @@
 """Steps over trees that the device knows, and what is laid over their rows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specinfer.tree.candidates import NO_TOKEN
+from vllm_specinfer.tree.candidates import NO_TOKEN, FinishedTrees
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.table import StepPlan, TreeTable
 from vllm_specinfer.tree.token_tree import (
@@ -51,13 +52,13 @@ class Step:
         """Its plan where the host knows the trees."""
         table = TreeTable(SLOTS, NODES)
         for exists in (np.ones_like(self.exists), self.exists):
-            table.write(
-                np.arange(SLOTS),
-                np.where(exists, self.tokens, NO_TOKEN),
-                np.where(exists, self.parents, ROOT),
-                self.computed,
-                [{} for _ in range(SLOTS)],
+            trees = replace(
+                FinishedTrees.none(SLOTS, NODES),
+                tokens=np.where(exists, self.tokens, NO_TOKEN),
+                parents=np.where(exists, self.parents, ROOT),
             )
+            draws = [{} for _ in range(SLOTS)]
+            table.write(np.arange(SLOTS), trees, self.computed, draws)
         return table.plan_step(
             self.slots, self.scheduled, self.starts, self.computed[self.slots]
         )
@@ -110,7 +111,7 @@ def laid(step: Step, plan: Any, device: torch.device = CPU) -> dict[str, Any] | 
         "walked": {name: values.cpu() for name, values in walked.items()},
         "rows": plan.num_rows.tolist(),
         "all_tree": plan.all_tree,
-        "paths": [plan.paths(i) for i in plan.tree_requests()],
+        "paths": [plan.paths(i) for i in plan.tree_requests],
     }
 
 

@@ -31,7 +31,7 @@ def test_rows_positions_and_walked_trees_are_the_hosts(outputs) -> None:
         walked, known = found["walked"], expected["walked"]
         assert walked["first"].equal(known["first"])
         assert walked["num_rows"].equal(known["num_rows"])
-        for i in plan.tree_requests():
+        for i in plan.tree_requests:
             nodes = slice(0, plan.num_rows[i] - 1)
             slot, row = walked["slots"][i], known["slots"][i]
             for key in ("tokens", "parents"):

@@ -1,11 +1,14 @@
 """A slot's tree is planned for exactly the step it was written for."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.token_trees import bits_of, depths_of, first_nodes
+from vllm_specinfer.tree.candidates import FinishedTrees
 from vllm_specinfer.tree.table import NO_TREE, TreeTable
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 
@@ -33,7 +36,8 @@ class Tables(RuleBasedStateMachine):
         roots = rng.integers(0, 4, len(slots))
         draws = [{ROOT: [], slot: []} for slot in slots]
         tokens = rng.integers(0, 1000, shape)
-        self.table.write(np.array(slots), tokens, parents, roots, draws)
+        trees = replace(FinishedTrees.none(*shape), tokens=tokens, parents=parents)
+        self.table.write(np.array(slots), trees, roots, draws)
         for slot, *tree in zip(
             slots, roots.tolist(), tokens, parents, draws, strict=True
         ):

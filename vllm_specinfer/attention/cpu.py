@@ -132,6 +132,8 @@ def _with_chains(
     common: CommonAttentionMetadata, tree: TreeRows | None
 ) -> TreeRows | None:
     """The step's trees and, as chains, its other requests that are short."""
+    if tree is not None and tree.all_tree:
+        return tree
     starts = common.query_start_loc.numpy()
     counts = np.diff(starts)
     if tree is None:

@@ -3,13 +3,20 @@
 Dimension legend: L layers, M moved tokens, P positions per block.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from vllm_specinfer.device import as_array, stage
 from vllm_specinfer.kernels.cpu import extension
 from vllm_specinfer.kernels.cpu.page_layout import PageLayout, page_layout
+
+# Copies the K/V of slot src[i] to slot dst[i]; all are read before any is written.
+# src: [M] int64; moves onto themselves or with a negative slot (padding) are skipped.
+# dst: [M] int64, distinct.
+Move = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class CPUCommit:
@@ -18,6 +25,9 @@ class CPUCommit:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Serve these layers, at least one."""
         self._layers = layers
+        # The caches that were found last, and what moves K/V in them.
+        self._caches: list[torch.Tensor | None] = [None] * len(layers)
+        self._move = mover([], [])
 
     def __call__(
         self,
@@ -32,33 +42,29 @@ class CPUCommit:
                 if row != depth:
                     sources.append(root + row)
                     targets.append(root + depth)
-        if sources:
-            caches = [layer.kv_cache for layer in self._layers]
-            isas = [layer.isa for layer in self._layers]
-            commit_kv(caches, slot_mapping[sources], slot_mapping[targets], isas)
+        if not sources:
+            return
+        caches = [layer.kv_cache for layer in self._layers]
+        if any(map(operator.is_not, caches, self._caches)):
+            self._move = mover(caches, [layer.isa for layer in self._layers])
+            self._caches = caches
+        slots = as_array(slot_mapping)
+        self._move(*stage(slot_mapping.device, slots[sources], slots[targets]))
 
 
-def commit_kv(
-    kv_caches: Sequence[torch.Tensor],
-    src_slots: torch.Tensor,
-    dst_slots: torch.Tensor,
-    isas: Sequence[str],
-) -> None:
-    """Copy the K/V of slot src[i] to slot dst[i]; all are read before any is written.
+def mover(kv_caches: Sequence[torch.Tensor], isas: Sequence[str]) -> Move:
+    """What moves K/V in these caches.
 
     Args:
         kv_caches: L tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; Hkv and
             D may differ, and a tensor that layers share is moved once.
-        src_slots: [M] int64. Moves onto themselves or with a negative slot (padding)
-            are skipped.
-        dst_slots: [M] int64, distinct.
         isas: L times `layer.isa`, which decides a cache's arrangement.
 
     Raises:
         ValueError: The caches have more than one P.
     """
     if not kv_caches:
-        return
+        return lambda src, dst: None
     block_size = kv_caches[0].shape[2]
     for cache in kv_caches:
         if cache.shape[2] != block_size:
@@ -70,10 +76,9 @@ def commit_kv(
     known = all(layout.is_known for layout in layouts)
     kernels = extension.load() if known else None
     if kernels is None:
-        commit_kv_ref(kv_caches, src_slots, dst_slots, isas)
-        return
+        return lambda src, dst: commit_kv_ref(kv_caches, src, dst, isas)
     in_tiles = [layout.in_tiles for layout in layouts]
-    kernels.commit_kv(list(kv_caches), src_slots, dst_slots, block_size, in_tiles)
+    return lambda src, dst: kernels.commit_kv(kv_caches, src, dst, block_size, in_tiles)
 
 
 def commit_kv_ref(
@@ -82,7 +87,7 @@ def commit_kv_ref(
     dst_slots: torch.Tensor,
     isas: Sequence[str],
 ) -> None:
-    """`commit_kv` in plain torch, for every cache layout."""
+    """A `Move` in plain torch, for every cache layout."""
     real = (src_slots >= 0) & (dst_slots >= 0)
     src_slots, dst_slots = src_slots[real], dst_slots[real]
     distinct = {cache.data_ptr(): i for i, cache in enumerate(kv_caches)}.values()

@@ -159,7 +159,7 @@ class AheadDrafter:
         Returns:
             Waits for what was found.
         """
-        num_reqs, draws = len(slots), bool(roots.temperatures.any())
+        num_reqs, draws = len(slots), roots.sampled
         self._fill_lookups(slots)
         # Before anything is replayed: graphs may use the same memory.
         last = states and states.last(num_new, 1 + self.buffers.max_depth)

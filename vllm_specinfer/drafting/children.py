@@ -16,6 +16,7 @@ Dimension legend: R requests, F rows of one level, M likeliest tokens of each, K
 children.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,6 +89,11 @@ class DraftRows:
             min_p=sampling.min_p.np[slots],
         )
 
+    @functools.cached_property
+    def sampled(self) -> bool:
+        """Some of them are not greedy."""
+        return any(self.temperatures.tolist())
+
     def below(self, rows: np.ndarray, depth: int, nodes: np.ndarray) -> "DraftRows":
         """Rows of the same trees deeper down: `rows` [F'] choose among the roots."""
         return DraftRows(
@@ -147,7 +153,7 @@ class ChildChooser:
 
     def num_candidates(self, num_children: int, rows: DraftRows) -> int:
         """How many of the likeliest tokens `choose` wants to see (M)."""
-        return max(num_children, NUM_CANDIDATES if rows.temperatures.any() else 0)
+        return max(num_children, NUM_CANDIDATES if rows.sampled else 0)
 
     def choose(
         self,
@@ -165,10 +171,11 @@ class ChildChooser:
             rows: The rows' requests and places.
         """
         k = min(num_children, tokens.shape[1])
-        scores, children = logprobs[:, :k].copy(), tokens[:, :k].copy()
-        sampled = np.flatnonzero(rows.temperatures)
-        if not len(sampled):
+        scores, children = logprobs[:, :k], tokens[:, :k]
+        if not rows.sampled:
             return Children(scores, children)
+        scores, children = scores.copy(), children.copy()
+        sampled = np.flatnonzero(rows.temperatures)
         if not self.draws:
             if len(sampled) == len(tokens):
                 sampled = slice(None)  # views, no copies

@@ -97,7 +97,7 @@ class DeviceTrees:
         Returns:
             Waits for the candidates.
         """
-        graphs = self.of(len(slots), roots.temperatures.any())
+        graphs = self.of(len(slots), roots.sampled)
         graphs.fill(self._inputs(slots, roots, correction))
         graphs.start_at(hidden)
         num_levels = self._run(graphs, worth, len(slots))
@@ -134,7 +134,7 @@ class DeviceTrees:
         Returns:
             How many levels are launched.
         """
-        graphs = self.of(len(slots), roots.temperatures.any())
+        graphs = self.of(len(slots), roots.sampled)
         graphs.fill(self._inputs(slots, roots, correction))
         graphs.catch_up(num_new, states)
         self._ssm.num_rows += graphs.num_reqs * self._window

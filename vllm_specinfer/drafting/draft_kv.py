@@ -80,8 +80,8 @@ class DraftKV:
 
     def num_unread(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
         """Tokens of texts of so many [R] that no pass has read yet."""
-        num_rows = num_tokens - self._lookahead
-        return int(np.maximum(num_rows - self._num_read[slots], 0).sum())
+        found = zip(num_tokens.tolist(), self._num_read[slots].tolist(), strict=True)
+        return sum(max(num - self._lookahead - read, 0) for num, read in found)
 
     def num_read(self, slots: np.ndarray) -> np.ndarray:
         """[R] rows of these requests whose K/V is known to be there."""

@@ -35,7 +35,7 @@ class Experience:
         self.sources = sources
         self._budget = budget
         # By slot: [N] parents of its tree, [Q, N] scores each source gave its nodes,
-        # and per source [N, X] what its predictor saw of them.
+        # and per source [N, X] what its predictor saw of them, None without one.
         self._given: dict[int, tuple[np.ndarray, np.ndarray, list]] = {}
 
     def start(self, slot: int) -> None:
@@ -49,7 +49,7 @@ class Experience:
         slot: int,
         parents: np.ndarray,
         given: np.ndarray,
-        features: list[np.ndarray] | None = None,
+        features: Sequence[np.ndarray | None] | None = None,
     ) -> None:
         """A tree that is going to be verified.
 
@@ -57,12 +57,10 @@ class Experience:
             slot: Its request's.
             parents: [N] of its nodes.
             given: [Q, N] scores that each source gave them.
-            features: Per source [N, X] what its predictor saw of them; None where there
-                are no predictors.
+            features: Per source [N, X] what its predictor saw of them, None without
+                one; None where there are no predictors.
         """
-        if features is None:
-            features = [np.zeros((len(parents), 0))] * len(given)
-        self._given[slot] = parents, given, features
+        self._given[slot] = parents, given, features or [None] * len(given)
 
     def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
         """Gives the source of each of these nodes of a slot's last tree, as of now."""
@@ -92,7 +90,7 @@ class Experience:
         slot: int,
         parents: np.ndarray,
         scores: np.ndarray,
-        features: list[np.ndarray],
+        features: Sequence[np.ndarray | None],
         accepted: list[int],
     ) -> None:
         right = {ROOT, *accepted}

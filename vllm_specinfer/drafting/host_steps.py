@@ -174,9 +174,7 @@ class HostSteps:
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        # A last token comes by the root's row; where draws are tested, by the tests.
-        last = total + (not self._tests_draws)
-        goes_on = last < requests.max_seq_len[slots]
+        goes_on = total < requests.max_seq_len[slots]
         (growing,) = ((sampled > 0) & goes_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False

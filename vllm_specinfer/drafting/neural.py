@@ -128,7 +128,7 @@ class NeuralSource:
         """
         hidden = self.ssm.catch_up(step)
         slots = step.slots[step.growing]
-        tested = step.tests_draws and step.roots.temperatures.any()
+        tested = step.tests_draws and step.roots.sampled
         fits = self.on_device and 0 < len(slots) <= self.on_device.max_num_reqs
         if not fits or self.predictor or tested:
             proposal = self._grown(hidden, step, least, most)
@@ -211,4 +211,5 @@ class NeuralSource:
             if growth.features is not None:
                 expanded = growth.features[requests, frontier.nodes]
                 above = expanded[:, OWN] + expanded[:, ABOVE]
-            rows = step.roots.below(requests, frontier.depth, frontier.nodes)
+            if rows.sampled or self.predictor is not None:  # nobody else asks
+                rows = step.roots.below(requests, frontier.depth, frontier.nodes)

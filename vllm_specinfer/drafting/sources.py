@@ -4,6 +4,7 @@ Dimension legend: R requests that get a tree, N nodes of a tree, Q sources asked
 candidates per request.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from vllm_specinfer.tree.token_tree import ROOT
 
 # An SSM costs its passes even where all its nodes are left out. Beyond this chance of
 # the N-th lookup node, what it could add is less than that.
-SURE = 0.4
+LOG_SURE = math.log(0.4)
 
 
 def lookup_source(
@@ -198,7 +199,7 @@ class SourceSet:
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = known.nth_score(self._num_nodes).astype(float)
-                sure = num_reqs > 0 and bool((least > np.log(SURE)).all())
+                sure = num_reqs > 0 and bool((least > LOG_SURE).all())
                 scores = known.scores
             if decided is None:
                 asks = not sure and self._asks_ssms(step, scores, most)
@@ -225,7 +226,7 @@ class SourceSet:
         trees = self.steps.best(union, self._num_nodes, kept, most)
         given, seen = self._given_by_source(proposals, columns, trees)
         for r, slot in enumerate(step.slots[step.growing].tolist()):
-            features = [of_source[r] for of_source in seen]
+            features = [None if of_all is None else of_all[r] for of_all in seen]
             self.experience.note_tree(slot, trees.parents[r], given[r], features)
         return Drafts(
             trees,
@@ -275,27 +276,26 @@ class SourceSet:
         proposals: list[Proposal],
         columns: list[np.ndarray],
         trees: FinishedTrees,
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
+    ) -> tuple[np.ndarray, list[np.ndarray | None]]:
         """What each source gave each node.
 
         Returns:
             [R, Q, N] scores, -inf where it gave none; per source [R, N, X] what its
-            predictor saw, X = 0 without one.
+            predictor saw, None without one.
         """
-        num_reqs, seen = len(trees.tokens), []
-        given = np.full((num_reqs, len(proposals), self._num_nodes), -np.inf)
+        num_reqs, size = len(trees.tokens), self._num_nodes + 1
+        rows, seen = np.arange(num_reqs)[:, None], []
+        # The last column is that of candidates that became no node.
+        given = np.full((num_reqs, len(proposals), size), -np.inf)
         for q, (proposal, column) in enumerate(zip(proposals, columns, strict=True)):
-            scores = proposal.candidates.scores
-            rows, found = np.nonzero(np.isfinite(scores))
-            places = trees.places[rows, column[rows, found]]
-            kept = places < self._num_nodes
-            rows, found, places = rows[kept], found[kept], places[kept]
-            given[rows, q, places] = scores[rows, found]
-            width = 0 if proposal.features is None else proposal.features.shape[2]
-            seen.append(np.zeros((num_reqs, self._num_nodes, width)))
-            if width:
-                seen[q][rows, places] = proposal.features[rows, found]
-        return given, seen
+            places, features = trees.places[rows, column], proposal.features
+            given[rows, q, places] = proposal.candidates.scores
+            if features is not None:
+                of_nodes = np.zeros((num_reqs, size, features.shape[2]))
+                of_nodes[rows, places] = features
+                features = of_nodes[:, :-1]
+            seen.append(features)
+        return given[:, :, :-1], seen
 
     def _reasons(
         self,
@@ -306,7 +306,7 @@ class SourceSet:
         asks: bool,
     ) -> dict[int, str]:
         """Why requests have no node, given all candidates' scores [R, C]."""
-        empty = np.flatnonzero(trees.tokens[:, 0] == NO_TOKEN).tolist()
+        empty = [r for r, size in enumerate(trees.sizes) if not size]
         if not empty:
             return {}
         candidates = (np.isfinite(scores) & (scores >= self.least)).any(axis=1)

@@ -53,8 +53,8 @@ class CostLine:
         self._solved: list[float] | None = None
         self._num_new = 0
         # Weighted normal equations of the features 1, rows, extra: of timings without
-        # an extra, and with one. Written in every step: of so few numbers NumPy takes
-        # several times as long.
+        # an extra, and with one. Lists, as all that is done with them in a step: of so
+        # few numbers NumPy takes several times as long.
         self._products = [[[0.0] * 3 for _ in range(3)] for _ in range(2)]
         self._values = [[0.0] * 3 for _ in range(2)]
 
@@ -89,10 +89,7 @@ class CostLine:
         self._scale(1 - kind, OTHERS_FORGETTING)
         self._scale(kind, FORGETTING)
         features = (1.0, float(self._padded(rows)), float(extra))
-        for i, feature in enumerate(features):
-            self._values[kind][i] += feature * seconds
-            for j, other in enumerate(features):
-                self._products[kind][i][j] += feature * other
+        _add(self._products[kind], self._values[kind], features, seconds)
         self._num_new += 1
         if self.num_timings < MANY_TIMINGS or self._num_new >= NEW_TIMINGS:
             self._solved = None
@@ -122,7 +119,8 @@ class CostLine:
         """The same for several numbers of rows."""
         start, slope, more = self._coefficients()
         start += more * extra
-        return [start + slope * self._padded(n) for n in rows]
+        computed = map(self._padded, rows) if self._sizes else rows
+        return [start + slope * n for n in computed]
 
     def _padded(self, rows: float) -> float:
         place = bisect_left(self._sizes, rows)
@@ -154,25 +152,23 @@ class CostLine:
 
     def _coefficients(self) -> list[float]:
         """[3] of the features; 0 while nothing is known."""
+        if self._solved is not None:
+            return self._solved
         if not self.known:
             return [0.0] * 3
-        if self._solved is None:
-            products = np.array(self._products).sum(axis=0)
-            values = np.array(self._values).sum(axis=0)
-            num, row_sum, num_extra = products[0]
-            num_passes = num + num_extra if self._passes else num
-            # Seconds per row.
-            prior = values[0] / (row_sum + num_passes * PRIOR_ROWS)
-            for at in (1.0, 65.0):
-                features = np.array([1.0, at, 0.0])
-                products += PRIOR_WEIGHT * np.outer(features, features)
-                values += PRIOR_WEIGHT * features * prior * (at + PRIOR_ROWS)
-            products[2, 2] += EXTRA_WEIGHT
-            if self._passes:
-                values[2] += EXTRA_WEIGHT * prior * PRIOR_ROWS
-            free = () if self._passes else (2,)
-            self._solved = _non_negative(products, values, free).tolist()
-            self._num_new = 0
+        products = [_sums(*rows) for rows in zip(*self._products, strict=True)]
+        values = _sums(*self._values)
+        num, row_sum, num_extra = products[0]
+        num_passes = num + num_extra if self._passes else num
+        # Seconds per row.
+        prior = values[0] / (row_sum + num_passes * PRIOR_ROWS)
+        for at in (1.0, 65.0):
+            seconds = prior * (at + PRIOR_ROWS)
+            _add(products, values, (1.0, at, 0.0), seconds, PRIOR_WEIGHT)
+        extra = prior * PRIOR_ROWS if self._passes else 0.0
+        _add(products, values, (0.0, 0.0, 1.0), extra, EXTRA_WEIGHT)
+        self._solved = _non_negative(products, values, () if self._passes else (2,))
+        self._num_new = 0
         return self._solved
 
 
@@ -189,16 +185,42 @@ def finite(numbers: list, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
+def _sums(some: list[float], others: list[float]) -> list[float]:
+    return [x + y for x, y in zip(some, others, strict=True)]
+
+
+def _add(
+    products: list[list[float]],
+    values: list[float],
+    features: Sequence[float],
+    seconds: float,
+    weight: float = 1.0,
+) -> None:
+    """One more timing in normal equations."""
+    for i, feature in enumerate(features):
+        values[i] += weight * feature * seconds
+        for j, other in enumerate(features):
+            products[i][j] += weight * feature * other
+
+
 def _non_negative(
-    products: np.ndarray, values: np.ndarray, free: Sequence[int]
-) -> np.ndarray:
+    products: list[list[float]], values: list[float], free: Sequence[int]
+) -> list[float]:
     """Least squares from normal equations; 0 where all but `free` would be negative."""
-    solution, used = np.zeros(len(values)), np.arange(len(values))
-    while len(used):
-        found = np.linalg.solve(products[np.ix_(used, used)], values[used])
-        bound = np.where(np.isin(used, free), 0.0, found)
-        if (bound >= 0).all():
-            solution[used] = found
-            break
-        used = np.delete(used, bound.argmin())
-    return solution
+    used = list(range(len(values)))
+    while True:
+        equations = [[products[i][j] for j in used] + [values[i]] for i in used]
+        found = dict(zip(used, _solved(equations), strict=True))
+        negative = [(x, i) for i, x in found.items() if x < 0 and i not in free]
+        if not negative:
+            return [found.get(i, 0.0) for i in range(len(values))]
+        used.remove(min(negative)[1])
+
+
+def _solved(equations: list[list[float]]) -> list[float]:
+    """The solution of positive definite equations, each its products and its value."""
+    for i, pivot in enumerate(equations):
+        for equation in equations[:i] + equations[i + 1 :]:
+            factor = equation[i] / pivot[i]
+            equation[:] = [x - factor * y for x, y in zip(equation, pivot, strict=True)]
+    return [equation[-1] / equation[i] for i, equation in enumerate(equations)]

@@ -121,8 +121,9 @@ class LoadBudget(Budget):
         if not self._knows_trees or self._num_drafts < LEAST_DRAFTS:
             return 0.0
         rate = self._usual_rate(num_reqs, most)
-        rate_without = self._known_rate(num_reqs, most)
-        if known is not None:
+        if known is None:
+            rate_without = self._known_rate(num_reqs, most)
+        else:
             tokens, seconds, _ = self._best_step(known)
             rate_without = tokens / (num_reqs * seconds)
         lost = 1 - max(rate, self._flat_rate(num_reqs)) / rate_without

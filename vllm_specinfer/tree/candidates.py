@@ -3,6 +3,7 @@
 Dimension legend: R requests, C candidates per request, N nodes of a tree.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ class FinishedTrees:
             children of the root with token `NO_TOKEN`.
         parents: [R, N] int32.
         scores: [R, N] float32 of the nodes; -inf where there is none.
-        places: [R, C + 1] the node of each candidate, N or more where it is none; the
-            last column stands for candidates that never were one.
+        places: [R, C + 1] the node of each candidate, N where it is none; the last
+            column stands for candidates that never were one.
     """
 
     tokens: np.ndarray
@@ -45,15 +46,15 @@ class FinishedTrees:
             np.full((num_reqs, num_candidates + 1), num_nodes),
         )
 
-    @property
-    def sizes(self) -> np.ndarray:
+    @functools.cached_property
+    def sizes(self) -> list[int]:
         """[R] nodes of each tree."""
-        return (self.tokens != NO_TOKEN).sum(axis=1)
+        return (self.tokens != NO_TOKEN).sum(axis=1).tolist()
 
     def each(self) -> Iterator[TokenTree]:
         """The trees one by one, without what is no node."""
         for tokens, parents, size in zip(
-            self.tokens, self.parents, self.sizes.tolist(), strict=True
+            self.tokens, self.parents, self.sizes, strict=True
         ):
             yield TokenTree(tokens[:size], parents[:size])
 

@@ -4,6 +4,7 @@ Dimension legend: S request slots, N nodes per request without the root, W 64-bi
 words per bit row, R requests of a step, T flat query rows of a step.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_specinfer.device import stage
-from vllm_specinfer.tree.candidates import NO_TOKEN
+from vllm_specinfer.tree.candidates import FinishedTrees
 from vllm_specinfer.tree.proposals import Draws, joined
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import (
@@ -25,8 +26,8 @@ NO_TREE = -1
 
 def are_trees(num_drafts: np.ndarray, query_start_loc: np.ndarray) -> np.ndarray:
     """[R] requests that have scheduled nodes, and rows for nothing else."""
-    query_lens = np.diff(query_start_loc[: len(num_drafts) + 1])
-    return (num_drafts > 0) & (query_lens == num_drafts + 1)
+    starts = query_start_loc[: len(num_drafts) + 1]
+    return (num_drafts > 0) & (starts[1:] - starts[:-1] == num_drafts + 1)
 
 
 class TreeTable:
@@ -57,8 +58,7 @@ class TreeTable:
     def write(
         self,
         slots: np.ndarray,
-        tokens: np.ndarray,
-        parents: np.ndarray,
+        trees: FinishedTrees,
         root_positions: np.ndarray,
         draws: list[dict[int, list[Draws]]],
     ) -> None:
@@ -66,16 +66,16 @@ class TreeTable:
 
         Args:
             slots: [R] request slots.
-            tokens: [R, N] int64; after a tree's last node `NO_TOKEN`.
-            parents: [R, N] int32.
+            trees: Theirs.
             root_positions: [R] position of each root, the last verified token.
             draws: [R] by node and source; nodes without draws are left out.
         """
-        self.tokens[slots] = tokens
-        self.parents[slots] = parents
-        rows = 1 + int((tokens != NO_TOKEN).sum(axis=1).max(initial=0))
-        self.depths[slots, :rows] = node_depths(parents[:, : rows - 1])
-        bits = ancestor_bits(parents[:, : rows - 1])
+        self.tokens[slots] = trees.tokens
+        self.parents[slots] = trees.parents
+        rows = 1 + max(trees.sizes, default=0)
+        parents = trees.parents[:, : rows - 1]
+        self.depths[slots, :rows] = node_depths(parents)
+        bits = ancestor_bits(parents)
         # Rows of these words see nothing in the others.
         self.bits[slots, :rows, : bits.shape[2]] = bits
         self.root_positions[slots] = root_positions
@@ -102,7 +102,7 @@ class TreeTable:
         """
         is_tree = are_trees(num_drafts, query_start_loc)
         is_tree &= self.root_positions[slots] == num_computed
-        if not is_tree.any():
+        if True not in is_tree.tolist():
             return None
         return StepPlan(
             is_tree=is_tree,
@@ -151,7 +151,7 @@ class StepRows:
     @property
     def all_tree(self) -> bool:
         """Every request of the step has a live tree."""
-        return bool(self.is_tree.all())
+        return len(self.tree_requests) == len(self.is_tree)
 
     @property
     def num_sampled(self) -> np.ndarray:
@@ -164,6 +164,7 @@ class StepRows:
         counts = self.num_sampled
         return np.cumsum(counts) - counts
 
+    @functools.cached_property
     def tree_requests(self) -> list[int]:
         """Batch indices of the requests with a live tree."""
         return self.is_tree.nonzero()[0].tolist()
@@ -237,27 +238,20 @@ class StepPlan(StepRows):
     def positions(self) -> np.ndarray:
         """[T] int64 positions of all rows; siblings share one."""
         starts = self.query_start_loc[: len(self.slots) + 1]
-        first = self.root_positions - starts[:-1]
-        positions = np.repeat(first, np.diff(starts)).astype(np.int64)
-        positions += np.arange(starts[-1])
-        self.fill_positions(positions)
-        return positions
-
-    def fill_positions(self, positions: np.ndarray) -> None:
-        """Replace flat positions of tree rows by root position + depth, in place.
-
-        Args:
-            positions: [T] int64.
-        """
-        for i in self.tree_requests():
-            start, rows = self.query_start_loc[i], self.num_rows[i]
-            depths = self.table.depths[self.slots[i], :rows]
-            positions[start : start + rows] = self.root_positions[i] + depths
+        requests = zip(
+            *(self.is_tree, self.slots, starts[1:] - starts[:-1], self.root_positions),
+            strict=True,
+        )
+        rows = [
+            first + (self.table.depths[slot, :count] if is_tree else np.arange(count))
+            for is_tree, slot, count, first in requests
+        ]
+        return np.concatenate(rows, dtype=np.int64)
 
     def ancestor_bits(self, num_rows: int) -> np.ndarray:
         """[num_rows, W] int64 visibility of flat rows, zero outside trees."""
         bits = np.zeros((num_rows, self.table.bits.shape[2]), np.int64)
-        for i in self.tree_requests():
+        for i in self.tree_requests:
             start, rows = self.query_start_loc[i], self.num_rows[i]
             bits[start : start + rows] = self.table.bits[self.slots[i], :rows]
         return bits

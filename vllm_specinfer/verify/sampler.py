@@ -106,20 +106,20 @@ class TreeSampler:
         emitted: list[list[int]] = [[] for _ in range(input_batch.num_reqs)]
         walks: dict[int, TreeWalk] = {}
         if plan is not None:
-            for i in plan.tree_requests():
+            for i in plan.tree_requests:
                 slot, nodes = plan.slots[i], plan.num_rows[i] - 1
                 walks[i] = TreeWalk(
                     plan.table.tokens[slot, :nodes], plan.table.parents[slot, :nodes]
                 )
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
-        slots, first = input_batch.idx_mapping_np, input_batch.cu_num_logits_np
+        slots, first = input_batch.idx_mapping_np, input_batch.cu_num_logits_np.tolist()
         only_draws = self._only_draws(slots)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
             if only_draws:
-                below = np.array([last_row(path) for path in paths])
-                rows = first[standing] + below
+                pairs = zip(standing, paths, strict=True)
+                rows = np.array([first[i] + last_row(path) for i, path in pairs])
                 found = self._drawn(logits, input_batch, plan, slots[standing], rows)
             else:
                 output = self._sample(logits, input_batch, plan, standing, paths)
@@ -430,6 +430,8 @@ def _joined_logprobs(
             was asked.
         device: Where they are.
     """
+    if not levels:
+        return None
     ends = np.concatenate([[0], np.cumsum(counts)])
     found = placed(
         int(ends[-1]),

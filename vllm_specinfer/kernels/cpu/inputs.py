@@ -201,7 +201,8 @@ def get_num_sampled_and_rejected(
     finished = seq_lens.numpy()[:num_reqs] >= prefill_len.numpy()[idx]
     sampled = num_sampled.numpy()
     sampled[:num_reqs] *= finished
-    num_logits = np.diff(cu_num_logits.numpy()[: num_reqs + 1])
+    ends = cu_num_logits.numpy()[: num_reqs + 1]
+    num_logits = ends[1:] - ends[:-1]
     num_rejected.numpy()[:num_reqs] = (num_logits - sampled[:num_reqs]) * finished
 
 
