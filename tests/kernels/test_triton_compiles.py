@@ -85,9 +85,9 @@ TREES = types_of(
 )
 UNION = types_of(
     {
-        "*i64": "parents_out firsts tokens parents",
+        "*i64": "parents_out firsts tokens parents columns places",
         "*i32": "bounds",
-        "*fp32": "scores_out scores",
+        "*fp32": "scores_out scores given",
     }
 )
 LIKELIEST = types_of({"*i64": "tokens ids", "*fp32": "logprobs", "*bf16": "logits"})
@@ -172,6 +172,7 @@ KERNELS = [
         TREES,
     ),
     (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
+    (union._given_kernel, {"BLOCK": union.BLOCK}, UNION),
     (verification._walk_kernel, {"BLOCK": 64}, {}),
     (
         step_rows._visibility_kernel,

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from tests.kernels.candidates import grown, united
+from tests.kernels.candidates import grown
 from vllm_specinfer.tree import on_device
-from vllm_specinfer.tree.candidates import Candidates, merge
-from vllm_specinfer.tree.on_device import DeviceCandidates, DeviceTree, TreeBuffers
+from vllm_specinfer.tree.candidates import Candidates
+from vllm_specinfer.tree.on_device import DeviceCandidates, TreeBuffers
 from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, node_depths
 
 
@@ -33,30 +33,6 @@ def test_the_best_candidates_are_those_of_the_definition(seed):
     num_nodes = int(rng.integers(1, 20))
     found = on_device.cut(on(candidates), num_nodes)
     assert (found.scores.numpy() == candidates.cut(num_nodes).scores).all()
-
-
-@examples(st.integers(0, 1 << 32))
-def test_nodes_have_the_scores_that_sources_gave_them(seed):
-    rng = np.random.default_rng(seed)
-    num_reqs, num_nodes = int(rng.integers(1, 4)), int(rng.integers(1, 90))
-    pairs = [a_source(rng, num_reqs) for _ in range(rng.integers(1, 4))]
-    sources = [candidates for candidates, _ in pairs]
-    least = float(rng.choice([-np.inf, -1.0]))
-    union, columns = united(sources)
-    trees = union.best(num_nodes, least)
-    arrays = trees.tokens, trees.parents, trees.scores, trees.places[:, :-1]
-    tree = DeviceTree(*map(torch.from_numpy, arrays))
-    devices = [on(source) for source, _ in pairs]
-    scores = on_device.given(tree, torch.from_numpy(columns), devices).numpy()
-    union, columns = merge(sources)
-    expected = union.best(num_nodes, least)
-    for q, (source, column) in enumerate(zip(sources, columns, strict=True)):
-        own = np.full((num_reqs, num_nodes), -np.inf, np.float32)
-        for r, c in zip(*np.isfinite(source.scores).nonzero(), strict=True):
-            place = expected.places[r, column[r, c]]
-            if place < num_nodes:
-                own[r, place] = source.scores[r, c]
-        assert (scores[:, q] == own).all()
 
 
 @examples(st.integers(0, 1 << 32))

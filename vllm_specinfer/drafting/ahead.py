@@ -31,7 +31,6 @@ from vllm_specinfer.tree.on_device import (
     DeviceTree,
     TreeBuffers,
     cut,
-    given,
 )
 from vllm_specinfer.tree.token_tree import NO_NODE
 
@@ -212,7 +211,7 @@ class AheadDrafter:
         ends = [source.on_device.ends for source in self._lookups]
         growths = [of_source.growth for of_source in graphs]
         ends += [growth.ends for growth in growths]
-        union_of = Union(ends, self.buffers.tokens.device).of
+        merger = Union(ends, self.buffers.tokens.device)
 
         def finish() -> tuple[torch.Tensor, ...]:
             sources = [
@@ -222,13 +221,13 @@ class AheadDrafter:
                 self._best_of(source, growth, alone=len(ends) == 1)
                 for source, growth in zip(self._ssms, growths, strict=False)
             ]
-            union, columns = union_of(sources)
+            union, columns, scores = merger.of(sources)
             slots = torch.where(inputs.grows, inputs.slots, self.buffers.padding)
             tree = best_trees(union, self._num_nodes, self._least, slots, self.buffers)
             if self.buffers.draws is not None and any(g.draws for g in graphs):
                 self._keep_draws(slots, tree, columns, graphs)
             lengths = self._texts.lengths[inputs.slots]
-            by_source = given(tree, columns, sources)
+            by_source = merger.given(tree, columns, scores)
             return lengths, tree.parents, tree.scores, by_source
 
         return captured(finish, self.buffers.tokens.device, self._vllm_config)

@@ -7,7 +7,6 @@ Dimension legend: S request slots, R requests, C candidates per request, D level
 nodes of a tree, W 64-bit words per bit row.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -57,31 +56,6 @@ def cut(candidates: DeviceCandidates, num_nodes: int) -> DeviceCandidates:
     return candidates._replace(
         scores=scores.scatter(1, order[:, num_nodes:], -torch.inf)
     )
-
-
-def given(
-    tree: DeviceTree, columns: torch.Tensor, sources: Sequence[DeviceCandidates]
-) -> torch.Tensor:
-    """[R, Q, N] scores that each source gave each node, -inf where it gave none.
-
-    Args:
-        tree: Of the union.
-        columns: What `Union.of` returns beside it.
-        sources: What was merged.
-    """
-    if len(sources) == 1:
-        return tree.scores[:, None]
-    num_reqs, num_nodes = tree.tokens.shape
-    places, first, found = tree.places.gather(1, columns), 0, []
-    for source in sources:
-        end = first + source.tokens.shape[1]
-        own = source.scores.new_full((num_reqs, num_nodes + 1), -torch.inf)
-        # Columns that are no candidates stand for no node: they may not overwrite one.
-        place = torch.where(source.scores.isfinite(), places[:, first:end], num_nodes)
-        own.scatter_(1, place, source.scores)
-        found.append(own[:, :num_nodes])
-        first = end
-    return torch.stack(found, dim=1)
 
 
 class TreeBuffers:

@@ -1,9 +1,10 @@
-"""The trie union of what several sources have found, a program for each request.
+"""The trie union of what several sources have found, a program for each request, and
+what each of them gave its nodes.
 
 Definition: `merge` of `vllm_specinfer/tree/candidates.py`.
 
 Dimension legend: R requests, C candidates per request of all sources, D levels that
-more than one source has, Q sources.
+more than one source has, Q sources, N nodes of a tree.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specinfer.tree.on_device import DeviceCandidates
+from vllm_specinfer.tree.on_device import DeviceCandidates, DeviceTree
 from vllm_specinfer.tree.token_tree import ROOT
 
 # Candidates that are compared at once.
@@ -104,6 +105,36 @@ def _union_kernel(
         tl.store(scores_out_ptr + i, score, mask=inside)
 
 
+@triton.jit(do_not_specialize=["width", "num_nodes"])
+def _given_kernel(
+    given_ptr,
+    scores_ptr,
+    columns_ptr,
+    places_ptr,
+    bounds_ptr,
+    width,
+    num_nodes,
+    BLOCK: tl.constexpr,
+):
+    r, q = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    given_ptr += (r * tl.num_programs(1) + q) * num_nodes
+    for begin in range(0, num_nodes, BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        none = tl.full([BLOCK], float("-inf"), tl.float32)
+        tl.store(given_ptr + n, none, mask=n < num_nodes)
+    # Scores overwrite what other threads have stored.
+    tl.debug_barrier()
+    end = tl.load(bounds_ptr + q + 1)
+    for begin in range(tl.load(bounds_ptr + q), end, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        at = r * width + i
+        score = tl.load(scores_ptr + at, mask=i < end, other=float("-inf"))
+        live = score > float("-inf")
+        column = tl.load(columns_ptr + at, mask=live, other=0)
+        place = tl.load(places_ptr + r * width + column, mask=live, other=num_nodes)
+        tl.store(given_ptr + place, score, mask=place < num_nodes)
+
+
 class Union:
     """Merges candidates of sources whose levels have always the same columns."""
 
@@ -126,23 +157,24 @@ class Union:
             for depth, level in enumerate(levels):
                 bounds[depth, q] = first + torch.tensor(level)
         self._bounds = bounds.to(device)
+        self._of_sources = torch.tensor(self._firsts, dtype=torch.int32).to(device)
         deepest = depths.index(max(depths))
         self._deeper = self._firsts[deepest] + ends[deepest][self._num_levels - 1]
         self._deeper_end = self._firsts[deepest + 1]
 
     def of(
         self, sources: Sequence[DeviceCandidates]
-    ) -> tuple[DeviceCandidates, torch.Tensor]:
+    ) -> tuple[DeviceCandidates, torch.Tensor, torch.Tensor]:
         """The trie union of these sources' candidates.
 
         Returns:
-            The union; and [R, C] which of its columns each candidate became, sources
-            one after the other.
+            The union; [R, C] which of its columns each candidate became, sources one
+            after the other; and [R, C] their scores.
         """
         if len(sources) == 1:
             (only,) = sources
             columns = torch.arange(only.tokens.shape[1], device=only.tokens.device)
-            return only, columns.expand(len(only.tokens), -1)
+            return only, columns.expand(len(only.tokens), -1), only.scores
         tokens = torch.cat([source.tokens for source in sources], dim=1)
         scores = torch.cat([source.scores for source in sources], dim=1)
         parents = torch.cat(
@@ -161,4 +193,26 @@ class Union:
             NUM_SOURCES=len(sources),
             BLOCK=BLOCK,
         )
-        return DeviceCandidates(tokens, above, union), columns
+        return DeviceCandidates(tokens, above, union), columns, scores
+
+    def given(
+        self, tree: DeviceTree, columns: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, Q, N] scores that each source gave each node, -inf where it gave none.
+
+        Args:
+            tree: Of the union.
+            columns: What `of` returns beside it, and the next.
+            scores: Of all candidates.
+        """
+        num_reqs, num_nodes = tree.scores.shape
+        num_sources = len(self._of_sources) - 1
+        if num_sources == 1:
+            return tree.scores[:, None]
+        given = scores.new_empty(num_reqs, num_sources, num_nodes)
+        _given_kernel[(num_reqs, num_sources)](
+            *(given, scores, columns, tree.places, self._of_sources),
+            *(scores.shape[1], num_nodes),
+            BLOCK=BLOCK,
+        )
+        return given
