@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import processes
+from vllm_specinfer.evidence.served import free_port
 
 SERVER, ENDED = "vllm.entrypoints.openai.api_server", psutil.STATUS_ZOMBIE
 START_SECONDS, STOP_SECONDS = 300, 60
@@ -75,9 +75,7 @@ def serve(
         env: More of the environment.
         forks: Whether its processes fork from one that has imported vLLM.
     """
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     for name, value in engine_args.items():
         flag = f"--{name.replace('_', '-')}"
         flags += (flag,) if value is True else (flag, str(value))

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -127,6 +128,15 @@ def _write(out: Path, results: dict[Cell, dict[str, list[dict[str, float]]]]) ->
     return text
 
 
+def free_port() -> int:
+    """A port below those that connections get: a server takes seconds to bind it."""
+    for port in random.sample(range(20000, 32768), 100):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a port from 20000 to 32767 must be free; got 100 that are not")
+
+
 @contextlib.contextmanager
 def _server(
     out: Path,
@@ -136,14 +146,11 @@ def _server(
     batch: int,
 ) -> Iterator[str]:
     """A server that has answered the last prompts; its address."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     longest = max(map(len, prompts))
     options = {
         "model": settings.target,
         "host": "127.0.0.1",
-        "port": port,
+        "port": (port := free_port()),
         "max_model_len": longest + settings.max_tokens + ROOM_FOR_DRAFTS,
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
