@@ -21,6 +21,8 @@ PROFILED_STEPS = 20
 FIRST_STEPS = 4
 # Steps that the profiler sees without counting them: it starts up.
 UNCOUNTED_STEPS = 5
+# Microseconds from one kernel to the next, in a graph, too; for more the host is late.
+KERNEL_GAP = 3.0
 # Seconds that a part whose deadline has come may need to end.
 ENDING = 45
 
@@ -163,7 +165,8 @@ def _num_profiled(args: argparse.Namespace) -> int:
 
 
 def _busy(args: argparse.Namespace, llm: Any, prompts: list[list[int]]) -> str:
-    """The part of a speculative step's time in which the device works.
+    """The part of a speculative step's time in which the device works, `busy`, and in
+    which it does not wait for the host, `fed`.
 
     Raises:
         ValueError: There is no device that the profiler sees, or a text has ended
@@ -200,13 +203,18 @@ def _busy(args: argparse.Namespace, llm: Any, prompts: list[list[int]]) -> str:
             for event in profiled.events()
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         ]
-        rows.append({"batch": batch, "nodes": num_nodes, "busy": busy_share(spans)})
+        of_step = {"busy": busy_share(spans), "fed": busy_share(spans, KERNEL_GAP)}
+        rows.append({"batch": batch, "nodes": num_nodes, **of_step})
         shown = report(args.out, "busy", rows, x="batch", y="busy", line="nodes")
     return shown
 
 
-def busy_share(spans: list[tuple[float, float]]) -> float:
+def busy_share(spans: list[tuple[float, float]], least_gap: float = 0.0) -> float:
     """The part of the time from the first start to the last end that spans cover.
+
+    Args:
+        spans: Starts and ends.
+        least_gap: Shorter gaps between spans are covered, too.
 
     Raises:
         ValueError: There is no span.
@@ -217,6 +225,8 @@ def busy_share(spans: list[tuple[float, float]]) -> float:
     first = until = spans[0][0]
     covered = 0.0
     for start, end in spans:
+        if start - until < least_gap:
+            start = min(start, until)
         covered += max(end - max(start, until), 0.0)
         until = max(until, end)
     return covered / (until - first)

@@ -130,6 +130,7 @@ def test_a_device_is_busy_while_any_of_its_work_runs():
     # From 10 to 20: 12 to 13, 16 to 16.5 and 19 to 19.5 are idle.
     spans = [(13, 16), (10, 11), (10.5, 12), (16.5, 19), (17, 18), (19.5, 20)]
     assert share(spans) == pytest.approx(0.8)
+    assert share(spans, 0.6) == pytest.approx(0.9)
     assert share([(3, 4)]) == 1
     with pytest.raises(ValueError, match="got none"):
         share([])

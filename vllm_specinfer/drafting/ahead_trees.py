@@ -4,6 +4,7 @@ Dimension legend: B requests of the batch, R of them get a tree, P are inside th
 prompts, N nodes per request.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -82,15 +83,28 @@ class AheadTrees:
         self._req_ids = roles.req_ids
         self._places = {slot: i for i, slot in enumerate(roles.slots.tolist())}
 
+    @functools.cached_property
+    def _sources(self) -> list[list[int]]:
+        """[R, N] the first source of each node."""
+        return first_source(self.found().given).tolist()
+
+    @functools.cached_property
+    def _num_nodes(self) -> list[int]:
+        """[R] nodes of each tree."""
+        return self.found().is_node.sum(axis=1).tolist()
+
     def sources_of_nodes(self) -> Callable[[int, list[int]], list[int]]:
         """As `Experience.sources_of_nodes`."""
-        return lambda slot, nodes: first_source(
-            self.found().given[self._places[slot]][:, nodes]
-        ).tolist()
+
+        def sources_of(slot: int, nodes: list[int]) -> list[int]:
+            of_tree = self._sources[self._places[slot]]
+            return [of_tree[node] for node in nodes]
+
+        return sources_of
 
     def num_nodes(self, slot: int) -> int:
         """Of the tree of a slot."""
-        return int(self.found().is_node[self._places[slot]].sum())
+        return self._num_nodes[self._places[slot]]
 
     def parents(self) -> dict[str, list[int]]:
         """Of the nodes that have rows, by request; `NO_NODE` behind the last one."""
