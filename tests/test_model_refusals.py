@@ -150,6 +150,20 @@ def test_an_eagle_head_must_fit_the_target(refusal, target, head, sentence):
     assert refusal(target=target, ssm=head).startswith(sentence)
 
 
+@pytest.mark.parametrize("reads_layers", [True, False])
+def test_a_head_of_the_last_states_needs_no_inner_ones(monkeypatch, reads_layers):
+    monkeypatch.setattr(model_refusals, "_unsupported_attention", lambda model: None)
+    monkeypatch.setattr(model_refusals, "inner_states_reason", lambda target: "inner")
+    model = SimpleNamespace(
+        architectures=["LlamaForCausalLMEagle3"],
+        hf_config=SimpleNamespace(eagle_config={"use_aux_hidden_state": reads_layers}),
+        get_vocab_size=lambda: 96,
+        get_hidden_size=lambda: 64,
+    )
+    reason = model_refusals.head_reason(model, model)
+    assert reason == ("inner" if reads_layers else None)
+
+
 @pytest.mark.parametrize("config", [QWEN2, MISTRAL, MISTRAL | {"sliding_window": None}])
 def test_sliding_windows_are_accepted(config, tmp_path):
     from vllm.config import ModelConfig

@@ -22,7 +22,7 @@ from vllm.v1.spec_decode.dynamic.utils import (
     validate_and_normalize_dynamic_sd_schedule,
 )
 
-from vllm_specinfer.draft_heads import eagle_type
+from vllm_specinfer.draft_heads import eagle_type, reads_layers
 from vllm_specinfer.model_refusals import ranks_reason, ssm_reason
 from vllm_specinfer.options import (
     BestFirstTree,
@@ -163,11 +163,8 @@ class SpecInferConfig(SpeculativeConfig):
 
     @property
     def reads_layers(self) -> bool:
-        """An EAGLE-3 head reads the states of some of the target's layers, unless its
-        config says that it reads the last ones, as an EAGLE head."""
-        about = getattr(self.draft_model_config.hf_config, "eagle_config", None) or {}
-        is_eagle3 = eagle_type(self.draft_model_config) == "eagle3"
-        return is_eagle3 and about.get("use_aux_hidden_state", True)
+        """An EAGLE-3 head reads the states of some of the target's layers."""
+        return reads_layers(self.draft_model_config)
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_specinfer.draft_heads import draft_head, eagle_type
+from vllm_specinfer.draft_heads import draft_head, eagle_type, reads_layers
 from vllm_specinfer.tree.token_tree import WORD_BITS
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def head_reason(head: "ModelConfig", target: "ModelConfig") -> str | None:
                 f"the EAGLE head's {name} must be the target's {theirs}; got {ours} of "
                 f"{head.model!r}"
             )
-    return inner_states_reason(target) if eagle_type(head) != "eagle" else None
+    return inner_states_reason(target) if reads_layers(head) else None
 
 
 def inner_states_reason(target: "ModelConfig") -> str | None:

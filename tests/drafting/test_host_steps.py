@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from vllm_specinfer.drafting.host_steps import DraftRequest, HostSteps
+from vllm_specinfer.drafting.host_steps import HostSteps
 from vllm_specinfer.drafting.sources import Drafts
 from vllm_specinfer.scheduling.step_stats import WorkerStats
 from vllm_specinfer.tree.candidates import FinishedTrees
@@ -23,30 +23,6 @@ def test_only_the_tree_of_the_step_itself_says_which_rows_stay():
     slots, starts = np.array([4, 2, 0]), np.array([0, 6, 7])
     rows = steps._rows_that_stay(slots, starts, np.array([3, 1, 4]), verified)
     assert rows.tolist() == [0, 2, 4, 6, 7, 8, 9, 10]
-
-
-def test_an_ssm_reads_no_text_that_gets_no_tree():
-    """One decodes, one with a token left too, one has ended; the others are inside
-    prompts, and one of those ends with its first token."""
-    total, computed = np.array([20, 30, 40, 50, 60]), np.array([19, 29, 39, 32, 32])
-    gpu = [SimpleNamespace(gpu=torch.from_numpy(x)) for x in (total, computed)]
-    requests = SimpleNamespace(
-        max_num_reqs=5,
-        max_seq_len=np.array([90, 31, 40, 90, 61]),
-        total_len=gpu[0],
-        num_computed_tokens=gpu[1],
-        all_token_ids=SimpleNamespace(gpu=torch.zeros(5, 99, dtype=torch.int32)),
-        device=torch.device("cpu"),
-    )
-    sampling = mock.MagicMock()
-    steps = HostSteps(requests, sampling, TreeTable(5, 3), *[None] * 3, [], False)
-    batch = SimpleNamespace(
-        idx_mapping_np=np.arange(5), positions=torch.zeros(5), num_tokens=5
-    )
-    num_sampled = torch.tensor([2, 1, 1, 0, 0])
-    step = steps._step(DraftRequest(batch, num_sampled, None, 3, None), WorkerStats())
-    assert step.growing.tolist() == [0, 1]
-    assert step.num_tokens.tolist() == [20, 30, 0, 33, 0]
 
 
 def test_seconds_are_those_of_steps_and_of_drafts():

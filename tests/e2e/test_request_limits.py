@@ -30,6 +30,7 @@ WITHIN = (
     {"words": [[1] * 8] * 128},
     {"seed": 2**63 - 2, "n": 2, "temperature": 1.0},
     {"max_tokens": 2**40},
+    {"max_tokens": 2**40, "min_tokens": 2**40},
 )
 
 
@@ -73,4 +74,4 @@ def test_what_tables_have_no_room_for_is_refused_and_the_engine_lives_on(llm):
 
 def test_what_they_have_room_for_is_answered(llm):
     found = processes.call(ask, {"llm": llm, "params": WITHIN})
-    assert found == [[4], [4], [4], [4, 4], [llm["max_model_len"] - 3]]
+    assert found == [[4], [4], [4], [4, 4], *[[llm["max_model_len"] - 3]] * 2]

@@ -174,12 +174,8 @@ class HostSteps:
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        left = requests.max_seq_len[slots] - total
-        grows = (sampled > 0) & (left > 0)
-        (growing,) = grows.nonzero()
-        if states is None:  # a head's are not kept for nobody
-            # Whoever ends with its next token, or has ended, is drafted for no more.
-            num_tokens[~grows & (left <= 1)] = 0
+        goes_on = total < requests.max_seq_len[slots]
+        (growing,) = ((sampled > 0) & goes_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
         state_starts = None

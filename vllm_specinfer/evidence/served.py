@@ -130,7 +130,7 @@ def _write(out: Path, results: dict[Cell, dict[str, list[dict[str, float]]]]) ->
 
 def free_port() -> int:
     """A port below those that connections get: a server takes seconds to bind it."""
-    for port in random.sample(range(20000, 32768), 100):
+    for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port

@@ -44,6 +44,7 @@ def install() -> None:
         if params.max_tokens is not None:  # a text ends there anyway
             longest = self.model_config.max_model_len
             params.max_tokens = min(params.max_tokens, longest)
+            params.min_tokens = min(params.min_tokens, params.max_tokens)
         return request
 
     wrap(InputProcessor, "process_inputs", process)

@@ -3,7 +3,7 @@
 Dimension legend: S request slots, R requests of a step, T flat query rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ class DevicePlan(StepRows):
         slots = batch.idx_mapping
         num_rows, first = stage(slots.device, rows.num_rows, rows.first_sampled)
         step = Step(slots, batch.query_start_loc, num_rows, num_computed)
-        return cls(**vars(rows), buffers=buffers, step=step, first=first)
+        known = {field.name: getattr(rows, field.name) for field in fields(rows)}
+        return cls(**known, buffers=buffers, step=step, first=first)
 
     def paths(self, i: int) -> list[list[int]]:
         """As `StepPlan.paths`, but of each path only the end is true."""

@@ -450,7 +450,7 @@ def tree_attention(
             out.stride(0),
             out.stride(1),
             **shape,
-            MAX_BLOCKS=triton.next_power_of_2(splittable),
+            MAX_BLOCKS=triton.next_power_of_2(max(num_programs // 2, 1)),
         )
 
 
