@@ -145,8 +145,10 @@ class HostSteps:
         drafts = np.zeros((input_batch.num_reqs, self._trees.num_nodes), np.int64)
         drafts[step.growing] = np.maximum(trees.tokens, 0)
         growing = [input_batch.req_ids[i] for i in step.growing.tolist()]
-        parents = zip(growing, trees.parents.tolist(), trees.sizes, strict=True)
-        self.parents = {req_id: of_rows[:size] for req_id, of_rows, size in parents}
+        self.parents = {
+            req_id: tree.parents.tolist()
+            for req_id, tree in zip(growing, trees.each(), strict=True)
+        }
         self._trees.write(step.slots[step.growing], trees, step.roots.roots, draws)
         stats.reasons = {growing[r]: why for r, why in reasons.items()}
         stats.drafted.update(dict(zip(self._names, counts, strict=False)))
