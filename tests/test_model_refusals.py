@@ -99,7 +99,6 @@ MROPE = LLAMA | {
         (JAMBA, "a hybrid with recurrent layers"),
         (BLOOM, "ALiBi"),
         (BERT, "a pooling model"),
-        (MROPE, "M-RoPE"),
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else None,
 )
@@ -164,8 +163,10 @@ def test_a_head_of_the_last_states_needs_no_inner_ones(monkeypatch, reads_layers
     assert reason == ("inner" if reads_layers else None)
 
 
-@pytest.mark.parametrize("config", [QWEN2, MISTRAL, MISTRAL | {"sliding_window": None}])
-def test_sliding_windows_are_accepted(config, tmp_path):
+@pytest.mark.parametrize(
+    "config", [QWEN2, MISTRAL, MISTRAL | {"sliding_window": None}, MROPE]
+)
+def test_sliding_windows_and_rotations_are_accepted(config, tmp_path):
     from vllm.config import ModelConfig
 
     model = ModelConfig(write_model(tmp_path, config), skip_tokenizer_init=True)
@@ -198,7 +199,6 @@ def test_kinds_without_a_small_config_are_refused_by_vllms_own_flag(flag, kind):
                 "use_mla",
                 "is_deepseek_mla",
                 "uses_alibi",
-                "uses_mrope",
                 "is_mm_prefix_lm",
             ),
             False,

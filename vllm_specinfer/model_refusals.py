@@ -200,7 +200,6 @@ def _unsupported_attention(model: "ModelConfig") -> str | None:
             or getattr(text_config, "attention_chunk_size", None) is not None,
         ),
         ("ALiBi", model.uses_alibi),
-        ("M-RoPE", model.uses_mrope),
         ("bidirectional attention to images", model.is_mm_prefix_lm),
     )
     return next((kind for kind, holds in checks if holds), None)

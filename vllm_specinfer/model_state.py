@@ -212,13 +212,19 @@ class TreeModelState(DefaultModelState):
             positions.copy_(input_batch.positions)
         else:
             plan.write_positions(positions)
-        return {**inputs, "positions": positions}
+        if self.rope_state is None:
+            return {**inputs, "positions": positions}
+        if plan is not None:
+            # M-RoPE counts on behind a prompt in all dimensions alike.
+            shift = (positions - input_batch.positions)[: input_batch.num_tokens]
+            inputs["positions"][:, : len(shift)] += shift
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """Model inputs that a graph is captured with: every step must fill them."""
         self._captured = True
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        return {**inputs, "positions": self._positions[:num_tokens]}
+        return {"positions": self._positions[:num_tokens], **inputs}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Any, Any]:
         """vLLM's sampler for plain rows, ours for trees."""

@@ -2,8 +2,8 @@
 
 A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
 "mutation": name or null, "plain_v2": bool, "asynchronous": bool, "scores": bool,
-"loras": [folder or null]}; its result has the output token ids, texts and logprobs per
-prompt and the speculation counts.
+"loras": [folder or null], "images": [[height, width] or null]}; its result has the
+output token ids, texts and logprobs per prompt and the speculation counts.
 """
 
 import contextlib
@@ -14,6 +14,9 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import numpy as np
+from PIL import Image
 
 from tests import processes
 from tests.e2e.mutations import mutation
@@ -207,6 +210,9 @@ def _generate(job: dict) -> dict:
     options |= {"kv_cache_memory_bytes": KV_BYTES, **job["llm"]}
     llm = LLM(disable_log_stats=False, **options)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    for i, shape in enumerate(job.get("images", ())):
+        if shape is not None:
+            prompts[i]["multi_modal_data"] = {"image": _image(*shape, seed=i)}
     params = [_params(p) for p in job["params"]]
     if len(params) == 1:
         params *= len(prompts)
@@ -260,6 +266,12 @@ def _generate(job: dict) -> dict:
     del llm
     gc.collect()
     return result
+
+
+def _image(height: int, width: int, seed: int) -> Image.Image:
+    """Of random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
 
 
 def _layers_with_graphs(runner: Any) -> list[str]:

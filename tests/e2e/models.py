@@ -172,7 +172,69 @@ def lora_adapter(folder: Path, seed: int, rank: int = 4) -> str:
     return str(folder)
 
 
-def add_tokenizer(*folders: str, eos: int | None = None) -> None:
+# A prompt holds one of these, which become as many as the image takes, between others.
+IMAGE, IMAGE_BEGINS, IMAGE_ENDS = VOCAB - 4, VOCAB - 3, VOCAB - 2
+
+
+def tiny_vision_model(folder: Path, seed: int) -> str:
+    """A random PaddleOCR-VL: it reads images, and rotates by M-RoPE.
+
+    Args:
+        folder: Where to write it, with its processor.
+        seed: Of the weights.
+
+    Returns:
+        The folder.
+    """
+    from transformers import (
+        AutoTokenizer,
+        PaddleOCRVLConfig,
+        PaddleOCRVLForConditionalGeneration,
+        PaddleOCRVLProcessor,
+    )
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+        PaddleOCRVLImageProcessorPil,
+    )
+
+    text = {
+        **{"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, **GROUPED},
+        **{"head_dim": 32, "max_position_embeddings": 512},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0},
+            "mrope_section": [4, 6, 6],
+        },
+    }
+    vision = {
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 2},
+    }
+    torch.manual_seed(seed)
+    model = PaddleOCRVLForConditionalGeneration(
+        PaddleOCRVLConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=IMAGE,
+            vision_start_token_id=IMAGE_BEGINS,
+            vision_end_token_id=IMAGE_ENDS,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and name.startswith(("model.language", "lm_head")):
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    add_tokenizer(str(folder), extra_special_tokens={"image_token": chr(32 + IMAGE)})
+    size = {"shortest_edge": 16, "longest_edge": 1024}
+    images = PaddleOCRVLImageProcessorPil(size=size, patch_size=2, merge_size=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    PaddleOCRVLProcessor(images, tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def add_tokenizer(*folders: str, eos: int | None = None, **more: object) -> None:
     """Give models a tokenizer whose token i is the character chr(32 + i).
 
     A chat is what was said, one message behind the other.
@@ -180,6 +242,7 @@ def add_tokenizer(*folders: str, eos: int | None = None) -> None:
     Args:
         folders: The models'.
         eos: The token that ends texts; None where there is none.
+        **more: What else the tokenizer is made with.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -195,6 +258,7 @@ def add_tokenizer(*folders: str, eos: int | None = None) -> None:
             tokenizer_object=tokenizer,
             chat_template=chat,
             eos_token=None if eos is None else chr(32 + eos),
+            **more,
         ).save_pretrained(folder)
 
 

@@ -231,6 +231,22 @@ def prepare_pos_seq_lens(rng: np.random.Generator) -> Outputs:
 
 
 @case
+def prepare_rope_positions(rng: np.random.Generator) -> Outputs:
+    from vllm.v1.worker.gpu.mm.rope import RopeState
+
+    state = RopeState(3, M, 40, 20, torch.device("cpu"))
+    state.prefill_positions.gpu[:] = _ints(rng, 0, 30, 3 * M, 20)
+    state.prefill_delta.gpu[:] = _ints(rng, -9, 9, M)
+    # The first two are in their prefills, in a piece and at the end; others behind.
+    requests = _requests(rng, 4)
+    prefill, computed = torch.full((2, M), 9, dtype=torch.int32)
+    computed[requests.long()] = _i32([0, 5, 9, 12])
+    starts = _cu([5, 4, 1, 6])
+    state.prepare_positions(requests, starts, prefill, computed)
+    return {"positions": state.get_positions(int(starts[-1]))}
+
+
+@case
 def combine_sampled_and_draft_tokens(rng: np.random.Generator) -> Outputs:
     from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 

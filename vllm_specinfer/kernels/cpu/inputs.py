@@ -153,6 +153,35 @@ def prepare_pos_seq_lens(
     )
 
 
+def prepare_rope_positions(
+    positions: torch.Tensor,  # [D, T + 1], D dimensions
+    positions_stride: int,
+    prefill_positions: torch.Tensor,  # [M * D, max_model_len]
+    prefill_positions_stride0: int,
+    prefill_positions_stride1: int,
+    prefill_delta: torch.Tensor,  # [M]
+    idx_mapping: torch.Tensor,  # [R]
+    query_start_loc: torch.Tensor,  # [R + 1]
+    prefill_lens: torch.Tensor,  # [M]
+    num_computed_tokens: torch.Tensor,  # [M]
+    NUM_DIMS: int,
+    **_: object,
+) -> None:
+    """Positions of M-RoPE: a prefill's own, those behind it in all dimensions alike."""
+    out, own = positions.numpy(), prefill_positions.numpy()
+    own = own.reshape(-1, NUM_DIMS, own.shape[1])
+    starts, deltas = query_start_loc.tolist(), prefill_delta.numpy()
+    computed, prefill = num_computed_tokens.numpy(), prefill_lens.numpy()
+    for i, request in enumerate(idx_mapping.tolist()):
+        start, end = starts[i], starts[i + 1]
+        first = int(computed[request])
+        last = first + end - start
+        if first < prefill[request]:
+            out[:, start:end] = own[request, :, first:last]
+        else:
+            out[:, start:end] = np.arange(first, last) + deltas[request]
+
+
 def combine_sampled_and_draft_tokens(
     input_ids: torch.Tensor,  # [T]
     idx_mapping: torch.Tensor,  # [R]

@@ -24,6 +24,7 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     "input_batch.prepare_prefill_inputs": inputs.prepare_prefill_inputs,
     "model_states.prompt_embeds.apply_prompt_embeds": inputs.apply_prompt_embeds,
     "input_batch.prepare_pos_seq_lens": inputs.prepare_pos_seq_lens,
+    "mm.rope.prepare_rope_positions": inputs.prepare_rope_positions,
     "input_batch.combine_sampled_and_draft_tokens": (
         inputs.combine_sampled_and_draft_tokens
     ),
