@@ -14,6 +14,12 @@ from vllm_specinfer.kernels.triton import likeliest
 VOCAB, HIDDEN = 100, 16
 
 
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    group = SimpleNamespace(world_size=1, broadcast=lambda tensor: tensor)
+    monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
+
+
 def make(tmp_path, content=None, packed=None, **processor):
     torch.manual_seed(0)
     # Whole eighths, so that bfloat16 holds them and their products exactly.
@@ -63,14 +69,30 @@ def test_children_are_the_likeliest_of_the_vocabulary(tmp_path, tokens):
     assert len(dict(head._model.named_buffers())) == (0 if tokens is None else 2)
 
 
+@pytest.mark.parametrize("content", [None, {"tokens": list(range(40, 90))}])
+def test_all_ranks_draft_what_the_first_one_does(tmp_path, monkeypatch, content):
+    """Where each multiplies all rows by hidden states that may be rounded apart."""
+    head, _ = make(tmp_path, content)
+    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
+    first = head.likeliest(hidden, 3)
+    sent = iter(first)
+    group = SimpleNamespace(broadcast=lambda other: next(sent))
+    monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
+    values, tokens = head.likeliest(-hidden, 3)
+    same = torch.equal(values, first[0]) and torch.equal(tokens, first[1])
+    assert same == (content is not None)  # vLLM gathers all logits
+
+
 def test_few_tokens_of_a_draft_vocabulary_are_for_a_kernel(tmp_path, monkeypatch):
-    called = []
+    called, given = [], ("values", "tokens")
     monkeypatch.setattr(output_head, "is_host", lambda device: False)
-    monkeypatch.setattr(likeliest, "likeliest", lambda *args: called.append(args))
+    monkeypatch.setattr(
+        likeliest, "likeliest", lambda *args: called.append(args) or given
+    )
     tokens = list(range(0, VOCAB, 2))
     head, _ = make(tmp_path, {"tokens": tokens})
     hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
-    assert head._likeliest(hidden, 16) is None
+    assert head._likeliest(hidden, 16) == given
     ((logits, ids, count),) = called
     assert logits.shape == (5, 50) and ids.tolist() == tokens and count == 16
     assert head.likeliest(hidden, 17)[1].shape == (5, 17)

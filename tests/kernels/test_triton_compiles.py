@@ -266,11 +266,12 @@ def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:
     assert run.stdout.split() == 3 * ["coupled", "drawn", "drawn", "tests"]
 
 
-def largest_tile(head_size, element, group, target, cache=None):
+def largest_tile(head_size, element, group, target, cache=None, layer=NONE):
     """The kernel with its largest tiles; addresses and strides as in an engine."""
     kernel, size = tree_attention._tree_attention_kernel, 2 if element == "bf16" else 4
     lanes, tile = tiles.tile_shape(512, group, head_size, size)
-    constants = SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": bool(cache)}
+    constants = SHAPE | layer | KERNEL | {"SCALES": bool(cache)}
+    constants |= {"SOFTCAP": layer is ALL}
     constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
     constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1, "GROUP": group}
     data = {f"{name}_ptr": f"*{element}" for name in ("out", "query")}
@@ -302,10 +303,19 @@ def test_the_largest_tiles_fit_into_the_shared_memory_of_an_ada_gpu(
 
 
 @pytest.mark.parametrize(
-    ("capability", "cache"),
-    [(80, None), (90, "fp8e4nv"), (100, None), (120, "fp8e4nv")],
+    ("capability", "room", "cache", "layer"),
+    [
+        (80, 163, None, NONE),
+        (89, 99, "fp8e4nv", ALL),
+        (90, 227, "fp8e4nv", ALL),
+        (100, 227, None, NONE),
+        (120, 99, None, NONE),
+        (120, 99, "fp8e4nv", ALL),
+    ],
 )
-def test_the_largest_tiles_compile_for_other_gpus(capability, cache):
-    """Whose tensor cores are used in other ways."""
+def test_the_largest_tiles_compile_for_other_gpus(capability, room, cache, layer):
+    """Whose tensor cores are used in other ways, with room of so many KiB."""
     target = GPUTarget("cuda", capability, 32)
-    assert largest_tile(128, "bf16", 4, target, cache).asm["cubin"]
+    compiled = largest_tile(128, "bf16", 4, target, cache, layer)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= room * 1024

@@ -119,11 +119,18 @@ class DraftHead:
             logits = self._linear(hidden.bfloat16(), self._rows)
         count = min(count, logits.shape[1])
         if self._kernel is not None and self._kernel.takes(logits, count):
-            return self._kernel.likeliest(logits, self._tokens, count)
-        # One kernel; `logsumexp` is many, each of which wakes all threads.
-        logprobs = logits.float().log_softmax(dim=-1)
-        values, tokens = logprobs.topk(count, dim=-1)
-        return values, tokens if self._tokens is None else self._tokens[tokens]
+            found = self._kernel.likeliest(logits, self._tokens, count)
+        else:
+            # One kernel; `logsumexp` is many, each of which wakes all threads.
+            logprobs = logits.float().log_softmax(dim=-1)
+            values, places = logprobs.topk(count, dim=-1)
+            found = values, places if self._tokens is None else self._tokens[places]
+        if self._tokens is None:
+            return found
+        # Ranks may have compiled the SSM's last norm in ways that round apart.
+        group = get_tp_group()
+        values, tokens = map(group.broadcast, found)
+        return values, tokens
 
 
 def _is_matrix(head: nn.Module) -> bool:

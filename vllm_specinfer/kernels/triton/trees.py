@@ -111,7 +111,9 @@ def _tree_kernel(
             bits = bits | 1
         depth = n * 0 + 1
         ancestor = above
-        for _ in range(1, max_depth):
+        walked = 1
+        while (walked < max_depth) & (tl.max(ancestor, 0) >= 0):
+            walked += 1
             has = ancestor >= 0
             place = ancestor + 1 - 64 * w
             seen = has & (place >= 0) & (place < 64)
