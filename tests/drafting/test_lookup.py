@@ -146,6 +146,15 @@ def test_past_texts_are_found_until_they_are_dropped():
     assert not lookup.find(0, context)
 
 
+def test_private_texts_are_found_by_nobody_else():
+    source = LookupSource(Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=4))
+    for is_private, found in ((True, None), (False, None), (False, 6), (True, 6)):
+        source.start(0, SimpleNamespace(is_private=is_private))
+        nodes = source._lookup.find(0, tokens_of([1, 2, 3]))
+        assert [token for _, token, _ in nodes] == ([] if found is None else [found])
+        source.end(0, tokens_of([1, 2, 3, 5 if is_private else 6]))
+
+
 def test_texts_do_not_run_into_each_other():
     lookup = Suffixes(SuffixSource(), max_num_reqs=1, num_nodes=4)
     for text in ([5, 6, 7, 8], [9, 1, 2, 3]):

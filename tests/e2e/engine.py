@@ -2,8 +2,9 @@
 
 A job is {"llm": {...}, "prompts": [[ids]], "params": [{...}], "batched": bool,
 "mutation": name or null, "plain_v2": bool, "asynchronous": bool, "scores": bool,
-"loras": [folder or null], "images": [[height, width] or null]}; its result has the
-output token ids, texts and logprobs per prompt and the speculation counts.
+"loras": [folder or null], "images": [[height, width] or null], "salts": [salt or null]
+}; its result has the output token ids, texts and logprobs per prompt and the
+speculation counts.
 """
 
 import contextlib
@@ -213,6 +214,9 @@ def _generate(job: dict) -> dict:
     for i, shape in enumerate(job.get("images", ())):
         if shape is not None:
             prompts[i]["multi_modal_data"] = {"image": _image(*shape, seed=i)}
+    for given, salt in zip(prompts, job.get("salts", ()), strict=False):
+        if salt is not None:
+            given["cache_salt"] = salt
     params = [_params(p) for p in job["params"]]
     if len(params) == 1:
         params *= len(prompts)

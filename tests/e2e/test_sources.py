@@ -106,6 +106,19 @@ def test_every_pool_gives_the_text_of_plain_decoding(models):
     assert min(rates["ngram"], rates["suffix"]) > 1
 
 
+def test_texts_with_a_cache_salt_are_looked_up_by_nobody_else(models):
+    def run_twice(*salts):
+        config = {"model": None, "ssms": ["suffix"]}
+        made = job(models[:2], config, prompts=[PROMPTS[-1]] * 2, batched=False)
+        return {**made, "salts": salts}
+
+    shared, salted, reads = engine.run(
+        [run_twice(None, None), run_twice("a", "a"), run_twice(None, "a")]
+    )
+    assert shared["tokens"] == salted["tokens"] == reads["tokens"]
+    assert shared["accepted"] == reads["accepted"] > 2 * salted["accepted"]
+
+
 def test_an_ssm_reads_a_cached_prompt_that_it_sat_out(models):
     def run_alone(prompts):
         return job(models[:2], {}, prompts=prompts, batched=False)

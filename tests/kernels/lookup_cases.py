@@ -22,6 +22,7 @@ RARE = {
     "a loop": ([], [], 9 * [1, 2, 3], MANY),
     "no token": ([], [[1, 2, 3, 99, 4], [1, 2, 3, 4, 5]], [1, 2, 3], {"vocab_size": 9}),
 }
+RARE["a private text"] = *RARE["as likely as the last"][:3], {"num_private": 1}
 # How long texts without a match, before, at and behind the blocks of a scan are.
 LENGTHS = [0, 1, 2, 15, 16, 17, 33, MAX_LEN]
 
@@ -48,6 +49,7 @@ def both(
     n: int = 8,
     size: int = 400,
     vocab_size: int | None = None,
+    num_private: int = 0,
 ) -> tuple[dict, dict]:
     """What the device and the host find in one text after the others.
 
@@ -59,6 +61,7 @@ def both(
         n: Nodes of a tree.
         size: Tokens of past texts.
         vocab_size: Other tokens are none.
+        num_private: So many of the past texts, the first ones, are nobody else's.
     """
     from vllm_specinfer.drafting.lookup import LookupSource
     from vllm_specinfer.drafting.suffix import Suffixes
@@ -71,8 +74,8 @@ def both(
     lengths = torch.tensor([MAX_LEN, 0], dtype=torch.int32, device=device)
     tokens[0, MAX_LEN - len(before) :] = torch.tensor(before)
     source.capture(TextCopies(Texts(tokens, lengths)))
-    for text in (*past, own):
-        source.start(1, None)
+    for i, text in enumerate((*past, own)):
+        source.start(1, SimpleNamespace(is_private=i < num_private))
         tokens[1, : len(text)] = torch.tensor(text)
         lengths[1] = len(text)
         source.has_read(1, np.array(text, np.int32))

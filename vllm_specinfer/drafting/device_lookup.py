@@ -30,6 +30,9 @@ class DeviceLookup:
         """A request starts in a slot."""
         self._copies.start(slot)
 
+    def drop(self, slot: int) -> None:
+        """The text of the request that has left a slot is not kept."""
+
     def forget(self) -> None:
         """Forget past texts."""
 

@@ -54,6 +54,10 @@ class DeviceSuffixes(DeviceLookup):
         self._filled.zero_()
         self._forgotten = set(range(len(self._copies.texts.lengths)))
 
+    def drop(self, slot: int) -> None:
+        """The text of the request that has left a slot is not kept."""
+        self._forgotten.add(slot)
+
     def fill(self, correction: tuple[float, float], slots: np.ndarray) -> None:
         """Say what is looked up next."""
         super().fill(correction, slots)

@@ -70,6 +70,8 @@ class LookupSource:
                 of images, which are no nodes.
         """
         self._lookup, self._vocab_size = lookup, vocab_size
+        # Slots of requests with a `cache_salt`.
+        self._private: set[int] = set()
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
         self.on_device: DeviceSuffixes | DeviceNgrams | None = None
@@ -81,7 +83,15 @@ class LookupSource:
             self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot."""
+        """A request starts in a slot, whose last one leaves its text to others, unless
+        it has a `cache_salt` (`SpecInferScheduler.schedule`)."""
+        if slot in self._private:
+            self._private.remove(slot)
+            self._lookup.end(slot, np.zeros(0, np.int32))
+            if self.on_device is not None:
+                self.on_device.drop(slot)
+        if getattr(request, "is_private", False):
+            self._private.add(slot)
         self._lookup.start(slot)
         if self.on_device is not None:
             self.on_device.start(slot)

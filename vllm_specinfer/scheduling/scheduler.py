@@ -93,6 +93,10 @@ class SpecInferScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
+        for request in output.scheduled_new_reqs:
+            # Lookups are to share what vLLM's prefix cache would.
+            salt = self.requests[request.req_id].cache_salt
+            request.is_private = salt is not None
         if self._checked:
             invariants.check_blocks(self)
             output.block_ids = {
