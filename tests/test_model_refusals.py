@@ -89,6 +89,9 @@ MROPE = LLAMA | {
     },
 }
 
+# vLLM 0.33's looped model; 0.32 does not know its type.
+DORY = LLAMA | {"recurrent_kv_cache_mode": "last_loop", "n_recurrent_loops": 2}
+
 
 @pytest.mark.parametrize(
     ("config", "kind"),
@@ -99,6 +102,7 @@ MROPE = LLAMA | {
         (JAMBA, "a hybrid with recurrent layers"),
         (BLOOM, "ALiBi"),
         (BERT, "a pooling model"),
+        (DORY, "loops over the same K/V"),
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else None,
 )
@@ -161,6 +165,17 @@ def test_a_head_of_the_last_states_needs_no_inner_ones(monkeypatch, reads_layers
     )
     reason = model_refusals.head_reason(model, model)
     assert reason == ("inner" if reads_layers else None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DORY | {"n_recurrent_loops": 1}, DORY | {"recurrent_kv_cache_mode": "per_loop"}],
+)
+def test_loops_with_their_own_kv_are_accepted(config, tmp_path):
+    from vllm.config import ModelConfig
+
+    model = ModelConfig(write_model(tmp_path, config), skip_tokenizer_init=True)
+    assert model_refusals.model_reason(model, "the target") is None
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,12 @@ def _unsupported_attention(model: "ModelConfig") -> str | None:
         ),
         ("ALiBi", model.uses_alibi),
         ("bidirectional attention to images", model.is_mm_prefix_lm),
+        (
+            # In a step, loops before the last read their own K/V of its tokens.
+            "loops over the same K/V",
+            getattr(text_config, "recurrent_kv_cache_mode", None) == "last_loop"
+            and text_config.n_recurrent_loops > 1,
+        ),
     )
     return next((kind for kind, holds in checks if holds), None)
 
