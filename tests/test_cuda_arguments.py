@@ -237,18 +237,22 @@ def test_a_refusal_leaves_the_arguments_as_they_were(on_cuda, create, make_llama
 
 
 @pytest.mark.parametrize(
-    ("backend", "sentence"),
+    ("backend", "rows", "sentence"),
     [
-        ("CUSTOM", None),
-        (None, "the attention backend must be CUSTOM"),
-        ("FLASH_ATTN", "got FLASH_ATTN"),
+        ("CUSTOM", 10, None),
+        (None, 10, "the attention backend must be CUSTOM"),
+        ("FLASH_ATTN", 10, "got FLASH_ATTN"),
+        # vLLM's warm-up has no request then, and asks for the first.
+        ("CUSTOM", 9, "max_num_batched_tokens must be at least 10 with 8 num_spec"),
     ],
 )
-def test_the_worker_refuses_a_config_without_tree_attention(backend, sentence):
+def test_the_worker_refuses_what_no_step_could_run(backend, rows, sentence):
     config = SimpleNamespace(
         attention_config=SimpleNamespace(
             backend=backend and SimpleNamespace(name=backend)
         ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=8),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=rows),
     )
     reason = refusals._cuda_reason(config)
     assert reason is None if sentence is None else sentence in reason

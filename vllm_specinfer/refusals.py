@@ -279,6 +279,14 @@ def _cuda_reason(vllm_config: "VllmConfig") -> str | None:
             f"the attention backend must be {CUDA_BACKEND} for method specinfer on "
             f"CUDA; got {backend and backend.name}"
         )
+    # vLLM's warm-up runs a prompt of so many (vllm/v1/worker/gpu/warmup.py).
+    least = vllm_config.speculative_config.num_speculative_tokens + 2
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    if most < least:
+        return (
+            f"max_num_batched_tokens must be at least {least} with "
+            f"{least - 2} num_speculative_tokens on CUDA; got {most}"
+        )
     return None
 
 
