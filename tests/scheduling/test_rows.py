@@ -73,6 +73,27 @@ def test_prompts_have_half_of_the_rows(make):
     assert [rows["3"] for rows in rows_of_steps(engine, 2)] == [2, 12]
 
 
+@pytest.mark.parametrize(
+    ("length", "rows"),
+    [
+        (26, {"1": 3, "2": 3, "3": 26}),
+        (30, {"1": 1, "2": 1, "3": 30}),
+        # In plain decoding it would wait, too.
+        (31, {"1": 5, "2": 5}),
+    ],
+)
+def test_a_prompt_in_one_piece_waits_for_no_tree(make, monkeypatch, length, rows):
+    engine = make(32)
+    config = engine.scheduler.scheduler_config
+    monkeypatch.setattr(config, "enable_chunked_prefill", False)
+    for text in range(2):
+        engine.add(length=1, text=text, max_tokens=30)
+    rows_of_steps(engine, 2)
+    engine.add(length=length, text=9, max_tokens=2)
+    # The trees of the first of these steps are there already.
+    assert rows_of_steps(engine, 2)[-1] == rows
+
+
 def test_trees_are_as_large_as_ever_where_there_is_room(make):
     engine = make(SLOTS * (NUM_NODES + 1))
     for text in range(SLOTS):

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -224,13 +224,16 @@ class SpecInferScheduler(Scheduler):
         """Nodes of a tree, so many at most, so that all have rows in the next step.
 
         vLLM gives rows to whom it has had longest first, and then to prompts. While
-        there are any, half of the rows are theirs: a node is only a guess.
+        there are any, half of the rows are theirs: a node is only a guess. A prompt
+        that is not run in chunks has as many as it needs.
         """
         num_running, num_waiting = self.get_request_counts()
         # Nobody knows when the next turn of a session comes.
         num_waiting -= self.num_waiting_for_streaming_input
         joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
         num_reqs, num_rows = num_running + joining, self.max_num_scheduled_tokens
+        if joining and num_running:
+            most = min(most, self._rows_beside_prompt(num_running) // num_running - 1)
         if num_reqs * (1 + most) <= num_rows // 2:
             return most
         if joining or any(
@@ -240,6 +243,24 @@ class SpecInferScheduler(Scheduler):
         ):
             num_rows //= 2
         return min(most, max(0, num_rows // num_reqs - 1))
+
+    def _rows_beside_prompt(self, num_running: int) -> int:
+        """Rows that the next prompt leaves to so many requests; all where it need not.
+
+        Without chunked prefill it waits for a step with room for all of it. Where it
+        would wait for more than trees, they need not make room.
+        """
+        num_rows = self.max_num_scheduled_tokens
+        if self.scheduler_config.enable_chunked_prefill:
+            return num_rows
+        ready = (
+            request.num_tokens - request.num_computed_tokens
+            for queue in (self.kv_holding_waiting, self.waiting)
+            for request in queue
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        )
+        left = num_rows - min(next(ready, 0), self._most_rows_of_one())
+        return left if left >= num_running else num_rows
 
     def _give_back(self) -> dict[str, list[int]]:
         """Free the blocks that the step lacks, or do without; see `SlotsOfTrees`."""
