@@ -123,6 +123,21 @@ def test_long_prompts_are_cut_as_vllm_cuts_them(monkeypatch):
     assert scheduler._most_rows_of_one() == 16
 
 
+@pytest.mark.parametrize("threshold", [1, 4])
+def test_no_node_is_drafted_that_the_limit_of_prompts_cuts_off(
+    make, monkeypatch, threshold
+):
+    engine = make(48)
+    config = engine.scheduler.scheduler_config
+    monkeypatch.setattr(config, "long_prefill_token_threshold", threshold)
+    for text in range(2):
+        engine.add(length=1, text=text, max_tokens=12)
+    rows_of_steps(engine, 2)
+    output = engine.scheduler.schedule()
+    assert output.num_spec_tokens_to_schedule == threshold - 1
+    assert set(output.num_scheduled_tokens.values()) == {threshold}
+
+
 @pytest.mark.parametrize(("lookup", "lookahead"), [(False, NUM_NODES), (True, 1)])
 def test_only_ssms_need_slots_to_draft_in(lookup, lookahead):
     scheduler = make_scheduler(lookup=lookup)

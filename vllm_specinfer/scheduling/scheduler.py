@@ -232,6 +232,7 @@ class SpecInferScheduler(Scheduler):
         num_waiting -= self.num_waiting_for_streaming_input
         joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
         num_reqs, num_rows = num_running + joining, self.max_num_scheduled_tokens
+        most = min(most, self._most_rows_of_one() - 1)
         if joining and num_running:
             most = min(most, self._rows_beside_prompt(num_running) // num_running - 1)
         if num_reqs * (1 + most) <= num_rows // 2:
