@@ -171,6 +171,8 @@ def test_the_users_dictionary_is_left_alone():
         ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size must be left"),
         ({"rejection_sample_method": "synthetic"}, "use verification instead"),
         ({"enable_adaptive_verification": True}, "must be left out"),
+        ({"prompt_lookup_max": 4}, "must stand beside its model, in ssms: .*; got 4"),
+        ({"quantization": "awq"}, "must stand beside its model, in ssms: .*'awq'"),
         ({"model": None}, "model must name an SSM"),
         ({"model": ""}, "model must name a model; got ''"),
         ({"model": 3}, "model must be a string; got 3"),

@@ -44,7 +44,10 @@ KNOWN_KEYS = (
 )
 
 # vLLM's own speculative keys that users will try here, with what to do instead.
+_OF_A_SOURCE = 'must stand beside its model, in ssms: [{"model": ...}]'
 _REFUSED_KEYS = {
+    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), _OF_A_SOURCE),
+    **dict.fromkeys(("revision", "quantization"), _OF_A_SOURCE),
     "draft_tensor_parallel_size": (
         "must be left out: an SSM runs with the target's tensor parallel size"
     ),
