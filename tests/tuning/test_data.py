@@ -1,6 +1,7 @@
 """What of the prompts and the target the training data is made of."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_a_run_goes_on_where_templates_write_another_date(tmp_path):
     chats = [[{"role": "user", "content": text}] for text in "!#"]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     settings = PoolSettings(target, str(file))
-    open_folder(out, settings, [])
+    open_folder(out, settings, [], tokenizer.get_vocab())
     # Yesterday's.
     samples = [{"prompt": [9, token], "answer": [4]} for token in (1, 3)]
     (out / SAMPLES_FILE).write_text("".join(json.dumps(s) + "\n" for s in samples))
@@ -103,6 +104,34 @@ def test_a_run_goes_on_where_templates_write_another_date(tmp_path):
     tokenizer.chat_template = "8" + tokenizer.chat_template
     found = prepare(out, settings, [], tokenizer)
     assert [s.prompt for s in found.validation + found.training] == [[9, 1], [9, 3]]
+
+
+def test_texts_of_another_tokenizer_or_target_are_not_gone_on_with(tmp_path):
+    folders = [tiny_llama(tmp_path / name, seed=0) for name in ("one", "two")]
+    add_tokenizer(*folders)
+    file, link, out = (tmp_path / name for name in ("prompts.txt", "link", "out"))
+    file.write_text("!\n#\n")
+    link.symlink_to(folders[0])
+
+    def go_on(target):
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        return prepare(out, PoolSettings(str(target), str(file)), [], tokenizer)
+
+    tokens = AutoTokenizer.from_pretrained(folders[0]).get_vocab()
+    open_folder(out, PoolSettings(folders[0], str(file)), [], tokens)
+    samples = [{"prompt": [token], "answer": [4]} for token in (1, 3)]
+    (out / SAMPLES_FILE).write_text("".join(json.dumps(s) + "\n" for s in samples))
+    np.zeros(2, LABEL).tofile(out / LABELS_FILE)
+    for same in (f"{folders[0]}/", link):
+        assert len(go_on(same).training) == 1
+    link.unlink()
+    link.symlink_to(folders[1])
+    with pytest.raises(ValueError, match="begun with other settings .target '.*/one' "):
+        go_on(link)
+    written = Path(folders[0], "tokenizer.json")
+    written.write_text(written.read_text().replace('"a"', '"\u00e4"'))
+    with pytest.raises(ValueError, match="tokenizer of .* must be as it was when"):
+        go_on(folders[0])
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ def test_what_a_kill_left_of_the_first_file_is_in_nobodys_way(tmp_path):
     left = out / ".left" / SETTINGS_FILE
     left.parent.mkdir(parents=True)
     left.touch()
-    open_folder(out, settings, [])
+    open_folder(out, settings, [], {})
     assert (out / SETTINGS_FILE).is_file()
     (out / SETTINGS_FILE).rename(out / "mine.txt")
     with pytest.raises(ValueError, match="must be empty or begun before"):
-        open_folder(out, settings, [])
+        open_folder(out, settings, [], {})
 
 
 def test_prompts_may_change_until_something_is_made_of_them(tmp_path):
@@ -29,13 +29,13 @@ def test_prompts_may_change_until_something_is_made_of_them(tmp_path):
     settings = PoolSettings(target="target", prompts=str(file))
     for content in ("one\n", "one\ntwo\n"):
         file.write_text(content)
-        open_folder(out, settings, [])
+        open_folder(out, settings, [], {})
     (out / "samples.jsonl").touch()
-    open_folder(out, settings, [])
+    open_folder(out, settings, [], {})
     with file.open("a") as prompts:
         prompts.write("three\n")
     with pytest.raises(ValueError, match="must be as it was when .* was begun; got"):
-        open_folder(out, settings, [])
+        open_folder(out, settings, [], {})
 
 
 def test_no_engine_is_forked_once_torch_was_asked_for_gpus(monkeypatch, tmp_path):

@@ -92,7 +92,7 @@ def prepare(
             f"{settings.prompts} must hold at least two prompts, one of them for "
             f"validation; got {len(prompts)}"
         )
-    open_folder(out, settings, command)
+    open_folder(out, settings, command, tokenizer.get_vocab())
     samples = [s for s in generate(out, settings, prompts) if s.answer]
     if len(samples) < 2:
         raise ValueError(

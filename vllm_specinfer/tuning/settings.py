@@ -6,8 +6,9 @@ Standard library only at import.
 import hashlib
 import json
 import math
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 from vllm_specinfer.results import made_by, write_json
 
 SETTINGS_FILE = "tuning.json"
-PROMPTS_HASH = "prompts_sha256"
+PROMPTS_HASH, VOCAB_HASH = "prompts_sha256", "vocab_sha256"
 # Free disk to train something, in times of its float32 weights: optimiser state and one
 # older checkpoint.
 CHECKPOINT_COPIES = 8
@@ -143,8 +144,16 @@ class HeadSettings(Training):
     _counts = (*Training._counts, "unroll")
 
 
-def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
-    """Begin a folder, or go on with one of the same settings and prompts file.
+def open_folder(
+    out: Path, settings: Training, command: Sequence[str], vocab: Mapping[str, int]
+) -> None:
+    """Begin a folder, or go on with one of the same settings, prompts and tokenizer.
+
+    Args:
+        out: The folder.
+        settings: Of what is trained.
+        command: The command line, for the record.
+        vocab: Token ids of the target's tokenizer.
 
     Raises:
         ValueError: The folder holds something else.
@@ -152,7 +161,12 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
     """
     file = out / SETTINGS_FILE
     prompts = hashlib.sha256(Path(settings.prompts).read_bytes())
-    wanted = {**asdict(settings), PROMPTS_HASH: prompts.hexdigest()}
+    tokens = hashlib.sha256(repr(sorted(vocab.items())).encode())
+    wanted = {
+        **{name: _real(name, value) for name, value in asdict(settings).items()},
+        PROMPTS_HASH: prompts.hexdigest(),
+        VOCAB_HASH: tokens.hexdigest(),
+    }
     if file.is_file():
         try:
             had = dict(json.loads(file.read_text())["settings"])
@@ -166,6 +180,11 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
             raise ValueError(
                 f"{settings.prompts} must be as it was when {out} was begun; got "
                 "another content"
+            )
+        if different == [VOCAB_HASH] and begun:
+            raise ValueError(
+                f"the tokenizer of {settings.target} must be as it was when {out} was "
+                "begun; got other tokens"
             )
         if different and begun:
             changes = ", ".join(
@@ -182,6 +201,12 @@ def open_folder(out: Path, settings: Training, command: Sequence[str]) -> None:
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
     write_json(file, {"settings": wanted, **made_by(command)})
+
+
+def _real(name: str, value: Any) -> Any:
+    """A setting as it is recorded: of a model's folder, the one that links lead to."""
+    is_folder = name in ("target", "base") and value and os.path.isdir(value)
+    return os.path.realpath(value) if is_folder else value
 
 
 def check_disk(folder: Path, num_bytes: int) -> None:
