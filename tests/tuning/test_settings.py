@@ -1,13 +1,22 @@
 """A folder that training begins in."""
 
+import dataclasses
+import json
 import os
+import shutil
 
 import pytest
 import torch
+from vllm import EngineArgs
 
 from vllm_specinfer import cli
 from vllm_specinfer.evidence import engines
-from vllm_specinfer.tuning.settings import SETTINGS_FILE, PoolSettings, open_folder
+from vllm_specinfer.tuning.settings import (
+    FREE_OF_ENGINE,
+    SETTINGS_FILE,
+    PoolSettings,
+    open_folder,
+)
 
 
 def test_what_a_kill_left_of_the_first_file_is_in_nobodys_way(tmp_path):
@@ -36,6 +45,36 @@ def test_prompts_may_change_until_something_is_made_of_them(tmp_path):
         prompts.write("three\n")
     with pytest.raises(ValueError, match="must be as it was when .* was begun; got"):
         open_folder(out, settings, [], {})
+
+
+def test_what_only_takes_memory_or_adds_ssms_may_change(tmp_path, capsys):
+    (tmp_path / "prompts").write_text("one\n")
+    shutil.copy(tmp_path / "prompts", tmp_path / "copy")
+    out = tmp_path / "out"
+
+    def go_on(**changes):
+        wanted = {"target": "target", "prompts": str(tmp_path / "prompts"), **changes}
+        open_folder(out, PoolSettings(**wanted), [str(changes)], {})
+        return json.loads((out / SETTINGS_FILE).read_text())
+
+    begun = go_on(engine={"dtype": "float32", "max_num_seqs": 64})
+    (out / "samples.jsonl").touch()
+    less = {"engine": {"dtype": "float32", "gpu_memory_utilization": 0.5}}
+    less |= {"batch_size": 4, "num_ssms": 3, "prompts": str(tmp_path / "copy")}
+    record = go_on(**less)
+    assert "goes on with prompts" in capsys.readouterr().out
+    assert record["settings"]["batch_size"] == 4
+    assert record["earlier"] == [{k: v for k, v in begun.items() if k != "earlier"}]
+    assert go_on(**less) == record and not capsys.readouterr().out
+    for change in ({"epochs": 5}, {"engine": {"dtype": "bfloat16"}}):
+        with pytest.raises(ValueError, match=f"begun with other .*{[*change][0]}"):
+            go_on(**less | change)
+    assert go_on(**less) == record
+
+
+def test_engines_have_the_arguments_that_may_change():
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert set(FREE_OF_ENGINE) <= fields
 
 
 def test_no_engine_is_forked_once_torch_was_asked_for_gpus(monkeypatch, tmp_path):

@@ -51,7 +51,7 @@ class Rows(torch.utils.data.Dataset):
         return i
 
 
-def batches(folder, end=None):
+def batches(folder, end=None, batch_size=2):
     """Rows of each step that a run trains on, which may be killed before a step."""
     found = []
 
@@ -64,7 +64,7 @@ def batches(folder, end=None):
     def collate(rows):
         return {"rows": torch.tensor(rows)}
 
-    settings = Training("", "", epochs=3, batch_size=2)
+    settings = Training("", "", epochs=3, batch_size=batch_size)
     with contextlib.suppress(KeyboardInterrupt):
         fit(torch.nn.Linear(1, 1), loss, Rows(), collate, settings, folder)
     return found
@@ -86,3 +86,18 @@ def test_a_killed_run_goes_on_in_the_order_of_its_epoch(tmp_path):
     assert all(sorted(sum(epoch, [])) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert killed == {3: whole, 8: whole}
+
+
+def killed_twice(folder):
+    """Batches of a run that is killed in batches of two, and twice in ones of one."""
+    batches(folder / "killed", 8)
+    found = [batches(folder / "killed", end, batch_size=1) for end in (11, None)]
+    return batches(folder / "whole", batch_size=1), [*found[0], *found[1]]
+
+
+def test_checkpoints_of_other_batches_are_not_gone_on_from(tmp_path):
+    env = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    whole, killed = processes.call(killed_twice, tmp_path, **env)
+    assert len(whole) == 30
+    # Every third step is written down.
+    assert killed[:9] + killed[11:] == whole

@@ -142,6 +142,19 @@ def test_a_killed_run_goes_on_and_the_pool_is_usable(target, tmp_path):
     assert (out / "curves.png").stat().st_size > 10_000
     assert json.loads((out / "tuning.json").read_text())["versions"]["torch"]
 
+    # It grows, by other batches; what is there stays.
+    weights = [(out / name / "model.safetensors").stat() for name in ("ssm0", "ssm1")]
+    more = {"num-ssms": 3, "batch-size": 16}
+    more["engine"] = json.dumps(ENGINE | {"max_num_seqs": 4})
+    processes.run(cli.main, command(target, out, **more), tmp_path / "log")
+    after = [(out / name / "model.safetensors").stat() for name in ("ssm0", "ssm1")]
+    assert [w.st_mtime for w in after] == [w.st_mtime for w in weights]
+    assert (out / SAMPLES_FILE).read_bytes() == samples
+    rounds = json.loads((out / "manifest.json").read_text())["rounds"]
+    assert [r["ssm"] for r in rounds] == ["ssm0", "ssm1", "ssm2"]
+    assert rounds[2]["num_windows"] < two["num_windows"]
+    assert rounds[2]["pool_hit_rate"] >= two["pool_hit_rate"]
+
 
 def test_a_killed_head_goes_on_and_is_usable(target, tmp_path):
     out = tmp_path / "eagle"
@@ -362,7 +375,7 @@ def test_other_input_is_refused_and_what_is_there_stays(
     (out / "samples.jsonl").touch()
     begun = (out / "tuning.json").read_bytes()
     refused = {
-        "begun with other settings (num_ssms 2 -> 3)": {"num-ssms": 3},
+        "begun with other settings (epochs 4 -> 5)": {"epochs": 5},
         "hidden must be a multiple of 32 and at least 160; got 128": {"hidden": 128},
         "layers must be at least 2; got 1": {"layers": 1},
         "hidden must be at most 193, 65 more than the target's": {"hidden": 224},
@@ -428,6 +441,30 @@ def test_an_ssm_that_marks_nothing_is_the_last(target, tokenizer, tmp_path, caps
     assert numbers == [0, 1]
     # Nobody is left to be told.
     assert "continues no further window" not in capsys.readouterr().out
+
+
+def test_a_pool_that_grows_names_all_that_it_has(target, tokenizer, tmp_path):
+    sample = Sample([1], [2, 3, 2, 3])
+    data = TrainingData([sample], [sample], [])
+    tuned = pool._Pool(tmp_path, PoolSettings(*target, num_ssms=3), tokenizer, data)
+    for name in ("ssm0", "ssm1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / pool.ROUND_FILE).touch()
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("as it was")
+
+    def finish(folder):
+        assert manifest.read_text() == "as it was"
+        return pool.Round(folder.name, 1, [], 0.0, 0.0, int(folder.name[3:]) / 2 + 0.1)
+
+    def stop(number, folder):
+        raise KeyboardInterrupt
+
+    tuned._finish, tuned._tune_one = finish, stop
+    with pytest.raises(KeyboardInterrupt):
+        tuned.run()
+    named = [ssm["model"] for ssm in json.loads(manifest.read_text())["ssms"]]
+    assert named == ["ssm0", "ssm1", "suffix"]
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_is_continued(

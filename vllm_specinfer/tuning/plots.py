@@ -33,7 +33,8 @@ def plot_curves(
         if rows:
             left.plot(*zip(*rows, strict=True), label=name)
     left.set(xlabel="step", ylabel="training loss", title="Training loss")
-    left.legend()
+    if any(losses.values()):
+        left.legend()
     for (name, rates), draw in ((bars, right.bar), (points, right.scatter)):
         numbers = [str(n) for n in range(1, len(rates) + 1)]
         draw(numbers, rates, label=name, zorder=2)

@@ -109,9 +109,10 @@ class _Pool:
             marked = rounds[-1].marked if rounds else 0.0
             folder = self._out / f"ssm{number}"
             if not (folder / ROUND_FILE).is_file():
+                # Not before: who uses a pool that grows must not miss an SSM of it.
+                _write_pool(self._out, rounds)
                 self._tune_one(number, folder)
             rounds.append(self._finish(folder))
-            _write_pool(self._out, rounds)
             print(
                 f"{folder.name}: {rounds[-1].hit_rate:.3f} of the validation tokens, "
                 f"the pool {rounds[-1].pool_hit_rate:.3f}; "
@@ -126,6 +127,7 @@ class _Pool:
                     flush=True,
                 )
                 break
+        _write_pool(self._out, rounds)
         return rounds
 
     def _keeps(self, number: int) -> bool:
@@ -224,7 +226,9 @@ def _check_base(base: str, target: str, tokenizer: Any) -> None:
 
 
 def _write_pool(out: Path, rounds: list[Round]) -> None:
-    """The manifest and the curves of the rounds so far."""
+    """The manifest and the curves of the rounds so far, if there are any."""
+    if not rounds:
+        return
     # A lookup foresees what repeats this or past texts, for next to nothing.
     ssms = [{"model": name} for name in (*(r.ssm for r in rounds), SuffixSource.name)]
     write_json(

@@ -17,6 +17,20 @@ from vllm_specinfer.results import made_by, write_json
 
 SETTINGS_FILE = "tuning.json"
 PROMPTS_HASH, VOCAB_HASH = "prompts_sha256", "vocab_sha256"
+# Settings that may change on the way: what is written by then stays right. The prompts
+# file counts by its content.
+FREE = ("prompts", "batch_size", "num_ssms", "compile")
+# Arguments of an engine that say what memory it takes, and not what it writes.
+FREE_OF_ENGINE = (
+    "cpu_offload_gb",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+)
 # Free disk to train something, in times of its float32 weights: optimiser state and one
 # older checkpoint.
 CHECKPOINT_COPIES = 8
@@ -149,6 +163,8 @@ def open_folder(
 ) -> None:
     """Begin a folder, or go on with one of the same settings, prompts and tokenizer.
 
+    `FREE` settings and arguments may be others: that is said, and recorded.
+
     Args:
         out: The folder.
         settings: Of what is trained.
@@ -167,15 +183,20 @@ def open_folder(
         PROMPTS_HASH: prompts.hexdigest(),
         VOCAB_HASH: tokens.hexdigest(),
     }
+    earlier: list[Any] = []
     if file.is_file():
         try:
-            had = dict(json.loads(file.read_text())["settings"])
-        except (ValueError, KeyError, TypeError) as error:
+            record = json.loads(file.read_text())
+            had, given = record["settings"], _deciding(record["settings"])
+            earlier = [*record.pop("earlier", []), record]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} must be as it was written; got {error!r}"
             ) from error
-        different = [name for name in wanted if had.get(name) != wanted[name]]
+        if had == wanted:
+            return
         begun = any(other.name != SETTINGS_FILE for other in out.iterdir())
+        different = [n for n, v in _deciding(wanted).items() if given.get(n) != v]
         if different == [PROMPTS_HASH] and begun:
             raise ValueError(
                 f"{settings.prompts} must be as it was when {out} was begun; got "
@@ -186,21 +207,28 @@ def open_folder(
                 f"the tokenizer of {settings.target} must be as it was when {out} was "
                 "begun; got other tokens"
             )
+        changed = different or [n for n, v in wanted.items() if had.get(n) != v]
+        changes = ", ".join(
+            f"{name} {had.get(name)!r} -> {wanted[name]!r}" for name in changed
+        )
         if different and begun:
-            changes = ", ".join(
-                f"{name} {had.get(name)!r} -> {wanted[name]!r}" for name in different
-            )
             raise ValueError(
                 f"{out} was begun with other settings ({changes}); use the same or "
                 "another folder"
             )
-        if not different:
-            return
+        if begun:
+            print(f"{out} keeps what it has and goes on with {changes}", flush=True)
     # What a kill has left of the first file is hidden.
     elif out.exists() and any(not file.name.startswith(".") for file in out.iterdir()):
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"settings": wanted, **made_by(command)})
+    write_json(file, {"settings": wanted, **made_by(command), "earlier": earlier})
+
+
+def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Of recorded settings those that all that is written depends on."""
+    engine = {n: v for n, v in settings["engine"].items() if n not in FREE_OF_ENGINE}
+    return {n: v for n, v in settings.items() if n not in FREE} | {"engine": engine}
 
 
 def _real(name: str, value: Any) -> Any:

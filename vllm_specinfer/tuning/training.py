@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ class Lengths(Protocol):
     def __getitem__(self, i: int) -> Any: ...
 
 
+# The Trainer's, in each checkpoint.
+STATE_FILE = "trainer_state.json"
 # Of mallopt (malloc.h).
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 INT_MAX = 2**31 - 1
@@ -45,6 +48,8 @@ def fit(
 ) -> list[tuple[int, float]]:
     """Lower a loss, going on from the last whole checkpoint in `folder`.
 
+    Checkpoints of another batch size are dropped: their steps count other texts.
+
     Args:
         module: What is trained.
         loss: Its loss on a batch.
@@ -60,6 +65,11 @@ def fit(
     Raises:
         OSError: The disk has no room for checkpoints.
     """
+    begun = last_checkpoint(folder)
+    if begun is not None and _batch_size(begun) != settings.batch_size:
+        print("with another batch size training begins anew", flush=True)
+        shutil.rmtree(folder)
+        begun = None
     folder.mkdir(parents=True, exist_ok=True)
     size = sum(p.numel() for p in module.parameters()) * 4
     check_disk(folder, size * CHECKPOINT_COPIES)
@@ -97,7 +107,7 @@ def fit(
         lengths=data.lengths,
         make_optimizer=make_optimizer,
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=begun)
     return losses.rows
 
 
@@ -127,10 +137,14 @@ def last_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that a kill did not cut off, if there is one."""
     whole = [
         (int(state.parent.name.rpartition("-")[2]), state.parent)
-        for state in folder.glob("checkpoint-*/trainer_state.json")
+        for state in folder.glob(f"checkpoint-*/{STATE_FILE}")
         if _is_json(state)
     ]
     return str(max(whole)[1]) if whole else None
+
+
+def _batch_size(checkpoint: str) -> int:
+    return json.loads(Path(checkpoint, STATE_FILE).read_text())["train_batch_size"]
 
 
 class _ByLength(LengthGroupedSampler):
