@@ -1,6 +1,7 @@
 """A folder that training begins in."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -70,6 +71,25 @@ def test_what_only_takes_memory_or_adds_ssms_may_change(tmp_path, capsys):
         with pytest.raises(ValueError, match=f"begun with other .*{[*change][0]}"):
             go_on(**less | change)
     assert go_on(**less) == record
+
+
+def test_nobody_else_tunes_in_a_folder(tmp_path):
+    (tmp_path / "prompts").touch()
+    settings = PoolSettings(target="target", prompts=str(tmp_path / "prompts"))
+    one, two = tmp_path / "one", tmp_path / "two"
+    for _ in range(2):
+        open_folder(one, settings, [], {})
+    folder = os.open(one, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    two.mkdir()
+    folder = os.open(two, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="two must have one command at a time; got"):
+        open_folder(two, settings, [], {})
+    assert not any(two.iterdir())
+    os.close(folder)
+    open_folder(two, settings, [], {})
 
 
 def test_engines_have_the_arguments_that_may_change():

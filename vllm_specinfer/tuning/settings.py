@@ -3,6 +3,8 @@
 Standard library only at import.
 """
 
+import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -172,7 +174,7 @@ def open_folder(
         vocab: Token ids of the target's tokenizer.
 
     Raises:
-        ValueError: The folder holds something else.
+        ValueError: The folder holds something else, or another process tunes in it.
         OSError: The prompts file is missing.
     """
     file = out / SETTINGS_FILE
@@ -184,6 +186,8 @@ def open_folder(
         VOCAB_HASH: tokens.hexdigest(),
     }
     earlier: list[Any] = []
+    if out.exists():
+        _stay_alone(out)
     if file.is_file():
         try:
             record = json.loads(file.read_text())
@@ -222,7 +226,27 @@ def open_folder(
     elif out.exists() and any(not file.name.startswith(".") for file in out.iterdir()):
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
+    _stay_alone(out)
     write_json(file, {"settings": wanted, **made_by(command), "earlier": earlier})
+
+
+@functools.cache
+def _stay_alone(out: Path) -> None:
+    """Keep others from a folder until this process ends: they would write into it, too.
+
+    Raises:
+        ValueError: Another process is in it.
+    """
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ValueError(
+            f"{out} must have one command at a time; got another that still tunes"
+        ) from None
+    except OSError:  # of file systems without locks
+        os.close(folder)
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
