@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests import processes
 from tests.tuning.test_training import batches
 from vllm_specinfer import cli
-from vllm_specinfer.tuning import settings
+from vllm_specinfer.tuning import settings, training
 from vllm_specinfer.tuning.failures import in_a_sentence
 
 
@@ -76,4 +76,13 @@ def test_training_needs_room_for_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(settings.shutil, "disk_usage", lambda folder: disk)
     disk = type("Disk", (), {"free": 10})
     with pytest.raises(OSError, match="needs 0 MB of free disk; got 0 MB"):
+        batches(tmp_path)
+    # What an earlier run has written there counts.
+    monkeypatch.setattr(training, "FreedMemory", lambda: 1 / 0)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "optimizer.pt").write_bytes(bytes(54))
+    with pytest.raises(ZeroDivisionError):
+        batches(tmp_path)
+    disk.free = 9
+    with pytest.raises(OSError, match="of free disk"):
         batches(tmp_path)

@@ -72,7 +72,8 @@ def fit(
         begun = None
     folder.mkdir(parents=True, exist_ok=True)
     size = sum(p.numel() for p in module.parameters()) * 4
-    check_disk(folder, size * CHECKPOINT_COPIES)
+    written = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    check_disk(folder, size * CHECKPOINT_COPIES - written)
     memory = FreedMemory()
     steps = max(1, len(data) * settings.epochs // settings.batch_size)
     losses = _Losses()
