@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlavaConfig
 from transformers.quantizers import quantizer_awq
 
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama, tiny_model
@@ -13,7 +13,7 @@ from vllm_specinfer.tuning import data
 from vllm_specinfer.tuning.data import LABEL, LABELS_FILE, SAMPLES_FILE, Sample, prepare
 from vllm_specinfer.tuning.head import tune_head
 from vllm_specinfer.tuning.pool import tune
-from vllm_specinfer.tuning.quantized import check_quantization
+from vllm_specinfer.tuning.readable import check_readable
 from vllm_specinfer.tuning.settings import (
     HeadSettings,
     PoolSettings,
@@ -153,6 +153,9 @@ def test_targets_that_transformers_cannot_read_are_refused(
         config["quantization_config"] = quantization
         (tmp_path / "config.json").write_text(json.dumps(config))
         if quantization is not awq:
-            check_quantization(target)
+            check_readable(target)
     with pytest.raises(ValueError, match="must be one that transformers can read"):
+        begin(target, tmp_path / "out")
+    LlavaConfig().save_pretrained(target)
+    with pytest.raises(ValueError, match="causal language model; got 'llava'"):
         begin(target, tmp_path / "out")

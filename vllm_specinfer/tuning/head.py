@@ -21,7 +21,7 @@ from vllm_specinfer.tuning.eagle_copying import write_copy_heads
 from vllm_specinfer.tuning.failures import in_a_sentence
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
 from vllm_specinfer.tuning.precision import fast_dtype, training_device
-from vllm_specinfer.tuning.quantized import check_quantization
+from vllm_specinfer.tuning.readable import check_readable
 from vllm_specinfer.tuning.settings import HeadSettings
 from vllm_specinfer.tuning.states import STATES_FILE, write_states
 from vllm_specinfer.tuning.training import fit
@@ -53,7 +53,7 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
 
     # What cannot have a head is refused before its continuations are written.
     eagle.head_config(AutoConfig.from_pretrained(settings.target).get_text_config())
-    check_quantization(settings.target)
+    check_readable(settings.target)
     data = prepare(
         out, settings, command, AutoTokenizer.from_pretrained(settings.target)
     )

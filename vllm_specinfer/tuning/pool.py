@@ -26,7 +26,7 @@ from vllm_specinfer.tuning.failures import in_a_sentence
 from vllm_specinfer.tuning.new_ssm import NewSSM, check_hidden
 from vllm_specinfer.tuning.optimizer import MuonAdamW
 from vllm_specinfer.tuning.plots import CURVES_FILE, plot_curves
-from vllm_specinfer.tuning.quantized import check_quantization
+from vllm_specinfer.tuning.readable import check_readable
 from vllm_specinfer.tuning.settings import PoolSettings
 from vllm_specinfer.tuning.training import fit
 
@@ -76,7 +76,7 @@ def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Roun
     tokenizer = AutoTokenizer.from_pretrained(settings.target)
     if settings.base is None:
         check_hidden(settings.hidden, settings.target)
-        check_quantization(settings.target)
+        check_readable(settings.target)
     else:
         _check_base(settings.base, settings.target, tokenizer)
     data = prepare(out, settings, command, tokenizer)

@@ -1,16 +1,21 @@
-"""Whether transformers reads the weights of a quantized target, which vLLM may."""
+"""Whether transformers reads a target's weights, which vLLM may."""
 
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.quantizers import AutoHfQuantizer
 
 
-def check_quantization(target: str) -> None:
+def check_readable(target: str) -> None:
     """Raises ValueError where it needs what is not installed or not there.
 
     Args:
         target: Folder or hub id.
     """
     config = AutoConfig.from_pretrained(target)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            "the target must be one that transformers reads as a causal language "
+            f"model; got {config.model_type!r}"
+        )
     how = getattr(config, "quantization_config", None)
     # What transformers does not know it reads as if it were not quantized.
     if not how or not AutoHfQuantizer.supports_quant_method(how):
