@@ -73,6 +73,13 @@ def test_answers_must_leave_room_for_prompts(tmp_path, continued):
     assert not continued
 
 
+def test_the_engine_runs_the_target_that_training_reads(tmp_path, continued):
+    target = tiny_llama(tmp_path / "target", seed=0)
+    with pytest.raises(ValueError, match="must be a folder.*; got the revision 'v2'"):
+        prepared(tmp_path, target, ["!", "#"], engine={"revision": "v2"})
+    assert not continued
+
+
 def test_tokens_without_an_embedding_are_not_drafted(tmp_path, continued):
     target = tiny_llama(tmp_path / "target", seed=0, vocab_size=VOCAB - 32)
     found = prepared(tmp_path, target, ["!", "#"], draft_vocab=0)

@@ -123,10 +123,16 @@ def check_target(settings: Training) -> "ModelConfig":
     """The target's config in vLLM.
 
     Raises:
-        ValueError: Specinfer would refuse what is to be trained for it.
+        ValueError: Specinfer would refuse what is to be trained for it, or training
+            would read another target than the engine.
     """
     from vllm import EngineArgs
 
+    if (revision := settings.engine.get("revision")) is not None:
+        raise ValueError(
+            "the target of another revision must be a folder, for training reads it, "
+            f"too; got the revision {revision!r} of the engine"
+        )
     arguments = EngineArgs(settings.target, **settings.engine)
     target = arguments.create_model_config()
     reason = model_reason(target, "the target")
