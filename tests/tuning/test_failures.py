@@ -1,5 +1,6 @@
 """Full disks, short memory and broken files are told in a sentence, bugs are not."""
 
+import inspect
 import resource
 import signal
 
@@ -7,6 +8,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import save_file
+from vllm.v1.engine import utils
 
 from tests import processes
 from tests.tuning.test_training import batches
@@ -33,6 +35,16 @@ def test_memory_and_broken_files_are_told(tmp_path):
     told(lambda: broken(tmp_path / "a.pt", torch.save, torch.load))
     read = lambda file: safetensors.safe_open(file, "pt")  # noqa: E731
     told(lambda: broken(tmp_path / "a.safetensors", save_file, read))
+
+
+def test_engines_that_do_not_start_are_told():
+    says = "Engine core initialization failed"
+    assert says in inspect.getsource(utils.wait_for_engine_startup)
+
+    def start():
+        raise RuntimeError(f"{says}. See root cause above. Failed core proc(s): {{}}")
+
+    told(start)
 
 
 def write_more_than_there_is(folder):

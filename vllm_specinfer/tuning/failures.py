@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from safetensors import SafetensorError
 
-# In RuntimeErrors of torch's allocator and of its readers and writers of files.
-_OUTSIDE = re.compile(r"enforce fail|PytorchStream")
+# In RuntimeErrors of torch's allocator, of its readers and writers of files, and of
+# vLLM, whose engine has a process of its own on CUDA and has said there what is wrong.
+_OUTSIDE = re.compile(r"enforce fail|PytorchStream|Engine core initialization failed")
 
 
 @contextlib.contextmanager
