@@ -16,7 +16,7 @@ from vllm_specinfer import compat, seams
 from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.kernels.cpu import block_tables, inputs
 from vllm_specinfer.scheduling import scheduler
-from vllm_specinfer.scheduling.grammar import tree_bitmask
+from vllm_specinfer.scheduling.grammar import bitmask_of_trees
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
 from vllm_specinfer.verify.stochastic import DrawTestingSampler
 from vllm_specinfer.worker import TreeOutput
@@ -116,16 +116,25 @@ def test_every_request_has_as_many_rows_of_grammars(stride):
     tree = TokenTree(np.array([5, 6, 7]), np.array([ROOT, 0, ROOT]))
 
     def grammar_bitmask(requests, ids, drafts):
-        (path,) = drafts.values()
-        rows = [[sum(path[:i])] for i in range(len(path) + 1)]
-        return np.array(rows + [[99]] * ((stride or 0) - len(rows)), np.int32)
+        found = []
+        for req_id in ids:
+            path = drafts.get(req_id, [])
+            rows = [[sum(path[:i])] for i in range(len(path) + 1)]
+            found += rows + [[99]] * ((stride or 0) - len(rows))
+        return np.array(found, np.int32)
 
     manager = SimpleNamespace(
         validate_tokens=lambda _, tokens: tokens, grammar_bitmask=grammar_bitmask
     )
-    rows = tree_bitmask(manager, SimpleNamespace(request_id="r"), tree)
-    assert rows[:4].tolist() == [[0], [5], [11], [7]]
-    assert len(rows) == (stride or 4)
+    thinks = SimpleNamespace(reasoning_ended=False)
+    requests = [
+        SimpleNamespace(request_id=name, structured_output_request=thinks)
+        for name in "rs"
+    ]
+    rows = bitmask_of_trees(manager, requests, [tree, tree])
+    for start in (0, stride or 4):
+        assert rows[start:][:4].tolist() == [[0], [5], [11], [7]]
+    assert len(rows) == 2 * (stride or 4)
 
 
 def test_steps_inside_prompts_are_drafted_for(monkeypatch):

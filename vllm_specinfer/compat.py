@@ -46,6 +46,9 @@ REQUIRED = (
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
     "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
     "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
+    "vllm.v1.structured_output:StructuredOutputManager._get_constraint_bounds",
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask",
+    "vllm.v1.structured_output.backend_types:StructuredOutputGrammar.rollback",
 )
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (

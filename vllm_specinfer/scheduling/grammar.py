@@ -3,9 +3,12 @@
 Dimension legend: N drafts of a request, W 32-bit words of a bitmask row.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from vllm_specinfer.tree.token_tree import ROOT, TokenTree
@@ -37,36 +40,95 @@ def goes_on_behind_its_end(request: "Request") -> None:
         grammar.__class__ = TokenByToken
 
 
-def tree_bitmask(
-    manager: "StructuredOutputManager", request: "Request", tree: TokenTree
+def bitmask_of_trees(
+    manager: "StructuredOutputManager",
+    requests: Sequence["Request"],
+    trees: Sequence[TokenTree],
 ) -> np.ndarray:
-    """Which tokens may follow the root and each node.
-
-    vLLM's own bitmask of a chain of drafts is made for every path from the root to a
-    leaf: the grammar goes along the path and back again.
+    """Which tokens may follow the root and each node of some requests' trees.
 
     Args:
         manager: vLLM's grammars.
-        request: One that wants structured output, its grammar at the root.
-        tree: The scheduled drafts.
+        requests: Those that want structured output, their grammars at the roots.
+        trees: The scheduled drafts of each.
 
     Returns:
-        [N + 1, W] int32, row 0 for the root, or as many rows as the manager has for
-        every request (vLLM 0.33), the last ones unused. A node that the grammar forbids
-        allows everything, for no walk ever comes to it.
+        [rows, W] int32: N + 1 rows of each request, the first one for the root, or as
+        many as the manager has for every request (vLLM 0.33), the last ones unused. A
+        node that the grammar forbids allows everything, for no walk ever comes to it.
     """
-    paths = list(tree.leaf_paths()) or [[]]
-    bitmask = None
-    for path in paths:
+    by_id = {request.request_id: request for request in requests}
+    roots = manager.grammar_bitmask(by_id, list(by_id), {})
+    rows_of_one = len(roots) // len(by_id)
+    starts = np.cumsum([0, *(max(len(tree) + 1, rows_of_one) for tree in trees)])
+    bitmask = np.full((starts[-1], roots.shape[1]), _EVERYTHING, np.int32)
+    bitmask[starts[:-1]] = roots[::rows_of_one]
+    for request, tree, start in zip(requests, trees, starts[:-1], strict=True):
+        rows = bitmask[start : start + len(tree) + 1]
+        # The manager has just found out.
+        if request.structured_output_request.reasoning_ended is False:
+            _fill_by_paths(manager, request, tree, rows)
+        else:
+            _fill_by_nodes(request, tree, rows)
+    return bitmask
+
+
+def _fill_by_nodes(request: "Request", tree: TokenTree, rows: np.ndarray) -> None:
+    """The grammar goes to each node once: down the tree, and back to where it forks.
+
+    Args:
+        request: Its output is structured from the root on.
+        tree: N drafts.
+        rows: [N + 1, W] to fill below the root's.
+    """
+    grammar = request.structured_output_request.grammar
+    if grammar.is_terminated():
+        return
+    bitmask = torch.from_numpy(rows)
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    children = defaultdict(list)
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+    depths, depth = {ROOT: 0}, 0
+    ahead = list(children[ROOT])
+    while ahead:
+        node = ahead.pop()
+        token, parent = tokens[node], parents[node]
+        if not rows[parent + 1, token // 32] >> token % 32 & 1:
+            continue
+        if depth > depths[parent]:
+            grammar.rollback(depth - depths[parent])
+        depth = depths[parent]
+        if not grammar.accept_tokens(request.request_id, [token]):
+            continue
+        depth = depths[node] = depth + 1
+        if not grammar.is_terminated():
+            grammar.fill_bitmask(bitmask, node + 1)
+            ahead += children[node]
+    if depth:
+        grammar.rollback(depth)
+
+
+def _fill_by_paths(
+    manager: "StructuredOutputManager",
+    request: "Request",
+    tree: TokenTree,
+    rows: np.ndarray,
+) -> None:
+    """As vLLM fills those of a chain, which knows where along it reasoning ends.
+
+    Args:
+        manager: vLLM's grammars.
+        request: It reasons at the root.
+        tree: N drafts.
+        rows: [N + 1, W] to fill.
+    """
+    for path in tree.leaf_paths():
         tokens = manager.validate_tokens(request, tree.tokens[path].tolist())
-        rows = manager.grammar_bitmask(
+        found = manager.grammar_bitmask(
             {request.request_id: request},
             [request.request_id],
             {request.request_id: tokens},
         )
-        if bitmask is None:
-            shape = (max(len(tree) + 1, len(rows)), rows.shape[1])
-            bitmask = np.full(shape, _EVERYTHING, np.int32)
         nodes = np.array([ROOT, *path])[: len(tokens) + 1]
-        bitmask[nodes + 1] = rows[: len(nodes)]
-    return bitmask
+        rows[nodes + 1] = found[: len(nodes)]

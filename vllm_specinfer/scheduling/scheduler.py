@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,7 +18,7 @@ from vllm_specinfer.hooks import cpu_v2
 from vllm_specinfer.scheduling import invariants
 from vllm_specinfer.scheduling.blocks import LEAST_LOOKAHEAD, SlotsOfTrees
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
-from vllm_specinfer.scheduling.grammar import goes_on_behind_its_end, tree_bitmask
+from vllm_specinfer.scheduling.grammar import bitmask_of_trees, goes_on_behind_its_end
 from vllm_specinfer.scheduling.step_stats import (
     NO_ROOM,
     PREFILL,
@@ -29,7 +28,7 @@ from vllm_specinfer.scheduling.step_stats import (
     StepStats,
     WorkerStats,
 )
-from vllm_specinfer.tree.token_tree import ROOT, TokenTree
+from vllm_specinfer.tree.token_tree import NO_NODE, TokenTree
 
 # vLLM's stand-in for drafts that the worker keeps to itself.
 PLACEHOLDER_TOKEN = -1
@@ -151,13 +150,11 @@ class SpecInferScheduler(Scheduler):
             goes_on_behind_its_end(self.requests[req_id])
         if not any(req_id in drafts for req_id in ids):
             return super().get_grammar_bitmask(scheduler_output)
-        manager = self.structured_output_manager
         trees = [self._scheduled_tree(r, drafts.get(r, [])) for r in ids]
-        rows = [
-            tree_bitmask(manager, self.requests[req_id], tree)
-            for req_id, tree in zip(ids, trees, strict=True)
-        ]
-        return GrammarOutput(ids, np.concatenate(rows), list(map(len, trees)))
+        bitmask = bitmask_of_trees(
+            self.structured_output_manager, [self.requests[r] for r in ids], trees
+        )
+        return GrammarOutput(ids, bitmask, list(map(len, trees)))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -305,8 +302,8 @@ class SpecInferScheduler(Scheduler):
         return step
 
     def _scheduled_tree(self, req_id: str, drafts: list[int]) -> TokenTree:
-        """The tree of a request's scheduled drafts; placeholders hang on the root."""
+        """The tree of a request's scheduled drafts; placeholders are no nodes."""
         if PLACEHOLDER_TOKEN in drafts:
-            return TokenTree.of(drafts, [ROOT] * len(drafts))
+            return TokenTree.of(drafts, [NO_NODE] * len(drafts))
         parents = self._trees[req_id].parents if drafts else []
         return TokenTree.of(drafts, parents[: len(drafts)])
