@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_outlines import OutlinesBackend
@@ -16,7 +17,9 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from tests.e2e.models import VOCAB, add_tokenizer
+from tests.scheduling.block_worker import Engine, make_scheduler
 from tests.token_trees import path_to
+from vllm_specinfer.scheduling.draft_trees import DraftTrees
 from vllm_specinfer.scheduling.grammar import bitmask_of_trees, goes_on_behind_its_end
 from vllm_specinfer.tree.token_tree import NO_NODE, ROOT, TokenTree
 
@@ -217,3 +220,24 @@ def test_rows_behind_the_end_of_reasoning_are_the_grammars(manager):
     assert free == [True, True, False, False, False, False, True, True]
     assert found[0] == rows_by_node(manager, thinks, tree)
     assert found[1] == rows_by_node(manager, wants, tree)
+
+
+@pytest.mark.parametrize("tokens", [[5, 6, 7], [-1] * 3])
+def test_a_tree_waits_for_its_grammar_as_a_whole(tokens):
+    engine = Engine(make_scheduler(), 0)
+    engine.add(length=3, text=0, max_tokens=30)
+    engine.step(0)
+    scheduler = engine.scheduler
+    ((name, request),) = scheduler.requests.items()
+    drafts = DraftTrees([name], [tokens], [[ROOT, 0, ROOT]])
+    with (
+        mock.patch.object(Request, "use_structured_output", True),
+        mock.patch.object(StructuredOutputManager, "validate_tokens") as asked,
+    ):
+        scheduler.update_draft_token_ids(drafts)
+        known = tokens if tokens[0] >= 0 else []
+        assert request.spec_token_ids == known
+        request.is_prefill_chunk = True
+        scheduler.update_draft_token_ids(drafts)
+        assert request.spec_token_ids == []
+    asked.assert_not_called()

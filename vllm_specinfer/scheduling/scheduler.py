@@ -107,20 +107,17 @@ class SpecInferScheduler(Scheduler):
         return output
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
-        """Take the next drafts; a grammar keeps whole trees, not their valid prefix."""
-        super().update_draft_token_ids(draft_token_ids)
+        """As vLLM's, but grammars are not asked yet: they follow trees, not a chain."""
         self._trees = {r: t for r, t in self._trees.items() if r in self.requests}
         for req_id, tokens, parents in draft_token_ids.each():
             request = self.requests.get(req_id)
-            if (
-                request is None
-                or request.is_finished()
-                or request.is_prefill_chunk
-                or not request.use_structured_output
-                or PLACEHOLDER_TOKEN in tokens
-            ):
+            if request is None or request.is_finished():
                 continue
-            request.spec_token_ids = tokens
+            request.spec_token_ids = [] if request.is_prefill_chunk else tokens
+            if not request.use_structured_output:
+                continue
+            if PLACEHOLDER_TOKEN in tokens:
+                request.spec_token_ids = []
             self._trees[req_id] = TokenTree.of(tokens, parents)
 
     def _handle_stopped_request(self, request: Request) -> bool:
