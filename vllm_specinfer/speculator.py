@@ -220,7 +220,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def start_request(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot."""
-        self.host_steps.start(slot)
+        self.host_steps.start(slot, request.sampling_params)
         if self._ahead is not None:
             self._ahead.start(slot, request)
         self.sources.start(slot, request)

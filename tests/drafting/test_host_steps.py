@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 
 from vllm_specinfer.drafting.host_steps import HostSteps
 from vllm_specinfer.drafting.sources import Drafts
@@ -23,6 +24,43 @@ def test_only_the_tree_of_the_step_itself_says_which_rows_stay():
     slots, starts = np.array([4, 2, 0]), np.array([0, 6, 7])
     rows = steps._rows_that_stay(slots, starts, np.array([3, 1, 4]), verified)
     assert rows.tolist() == [0, 2, 4, 6, 7, 8, 9, 10]
+
+
+def test_requests_that_have_ended_get_no_tree():
+    """By their length, or by a token of the last step, wherever it stands in it."""
+    texts = torch.tensor(
+        [
+            [9, 1, 2, 3, 0, 0],  # the prompt's token is not the request's own
+            [1, 2, 9, 3, 0, 0],
+            [1, 2, 3, 7, 0, 0],
+            [1, 2, 3, 9, 0, 0],  # this one goes on behind it
+            [1, 2, 3, 4, 5, 6],
+            [1, 2, 3, 9, 0, 0],  # inside its prompt
+        ],
+        dtype=torch.int32,
+    )
+    requests = SimpleNamespace(
+        max_num_reqs=6,
+        total_len=SimpleNamespace(gpu=torch.tensor([4, 4, 4, 4, 6, 4])),
+        num_computed_tokens=SimpleNamespace(gpu=torch.tensor([3, 3, 3, 3, 5, 2])),
+        max_seq_len=np.full(6, 6),
+        all_token_ids=SimpleNamespace(gpu=texts),
+    )
+    trees = TreeTable(max_num_reqs=6, num_nodes=3)
+    steps = HostSteps(requests, mock.MagicMock(), trees, *[None] * 4, False)
+    for slot in range(6):
+        params = SamplingParams(stop_token_ids=[7], ignore_eos=slot == 3)
+        params.update_from_generation_config({}, eos_token_id=9)
+        steps.start(slot, params)
+    batch = SimpleNamespace(
+        idx_mapping_np=np.array([4, 3, 2, 1, 0, 5]),
+        positions=torch.zeros(12, dtype=torch.int64),
+        num_tokens=12,
+    )
+    sampled = torch.tensor([2, 2, 2, 2, 2, 0])
+    asked = SimpleNamespace(input_batch=batch, states=None, num_sampled=sampled)
+    step = steps._step(asked, WorkerStats())
+    assert step.slots[step.growing].tolist() == [3, 0]
 
 
 def test_seconds_are_those_of_steps_and_of_drafts():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.states import RequestState
@@ -77,6 +78,8 @@ class HostSteps:
         self.num_computed, self.num_tokens = np.zeros(
             (2, requests.max_num_reqs), np.int64
         )
+        # By slot: the tokens that end its request; then nobody runs a tree.
+        self._stops: dict[int, set[int | None]] = {}
         # By slot: the accepted nodes of its last tree, and what was counted with it.
         self._accepted: dict[int, tuple[WorkerStats, list[int]]] = {}
         self._finished_at = 0.0
@@ -90,10 +93,11 @@ class HostSteps:
         """As `AheadSteps.sizes`."""
         return {req_id: len(parents) for req_id, parents in self.parents.items()}
 
-    def start(self, slot: int) -> None:
+    def start(self, slot: int, params: SamplingParams) -> None:
         """A request starts in a slot."""
         self._started = True
         self.num_tokens[slot] = 0
+        self._stops[slot] = {params.eos_token_id, *(params.stop_token_ids or ())}
 
     def stop(self) -> None:
         """The device has drafted for this step."""
@@ -177,6 +181,10 @@ class HostSteps:
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
         goes_on = total < requests.max_seq_len[slots]
+        texts = token_rows(requests.all_token_ids)
+        for i in ((sampled > 0) & goes_on).nonzero()[0].tolist():
+            new = texts[slots[i], total[i] - sampled[i] : total[i]].tolist()
+            goes_on[i] = self._stops[slots[i]].isdisjoint(new)
         (growing,) = ((sampled > 0) & goes_on).nonzero()
         known, self._trusts_clock = self._trusts_clock, True
         started, self._started = self._started, False
@@ -194,7 +202,7 @@ class HostSteps:
             roots=DraftRows.of_roots(
                 self._sampling, slots[growing], num_tokens[growing] - 1
             ),
-            all_token_ids=token_rows(requests.all_token_ids),
+            all_token_ids=texts,
             decodes_only=known
             and not started
             and (sampled > 0).all()
