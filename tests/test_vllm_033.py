@@ -124,7 +124,9 @@ def test_every_request_has_as_many_rows_of_grammars(stride):
         return np.array(found, np.int32)
 
     manager = SimpleNamespace(
-        validate_tokens=lambda _, tokens: tokens, grammar_bitmask=grammar_bitmask
+        validate_tokens=lambda _, tokens: tokens,
+        grammar_bitmask=grammar_bitmask,
+        _get_constraint_bounds=lambda *_: SimpleNamespace(constraint_start=0),
     )
     thinks = SimpleNamespace(reasoning_ended=False)
     requests = [

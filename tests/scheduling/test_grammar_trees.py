@@ -214,12 +214,32 @@ def test_rows_behind_the_end_of_reasoning_are_the_grammars(manager):
     manager.reasoner_cls = Reasoner
     thinks, wants = (request_of(manager, name, "", REGEX) for name in "01")
     wants.prompt_token_ids = tokens_of("!")
-    tree = TokenTree.of(tokens_of("x!!axxy"), [ROOT, 0, ROOT, 1, 3, ROOT, 2])
+    tree = TokenTree.of(tokens_of("x!!axxy!"), [ROOT, 0, ROOT, 1, 3, ROOT, 2, 5])
     found = rows_of_each(manager, [thinks, wants], [tree, tree])
     free = [row[0] == EVERYTHING for row in found[0]]
-    assert free == [True, True, False, False, False, False, True, True]
+    assert free == [True, True, False, False, False, False, True, True, False]
     assert found[0] == rows_by_node(manager, thinks, tree)
     assert found[1] == rows_by_node(manager, wants, tree)
+
+
+def test_paths_that_reason_to_their_end_are_as_free_as_their_root(manager):
+    manager = manager("xgrammar")
+    manager.reasoner_cls = Reasoner
+    request = request_of(manager, "0", "", REGEX)
+    request.structured_output_request.reasoning_ended = False
+    # x, xy, !, !a
+    tree = TokenTree.of(tokens_of("xy!a"), [ROOT, 0, ROOT, 2])
+    asked = []
+
+    def grammar_bitmask(requests, ids, drafts):
+        asked.append(drafts.get("0", []))
+        # As vLLM 0.33 does, keep a token from reasoning.
+        return np.array([[7], [8], [9]])[: len(asked[-1]) + 1]
+
+    with mock.patch.object(manager, "grammar_bitmask", grammar_bitmask):
+        rows = bitmask_of_trees(manager, [request], [tree])
+    assert asked == [[], tokens_of("!a")]
+    assert rows.tolist() == [[7], [7], [7], [8], [9]]
 
 
 @pytest.mark.parametrize("tokens", [[5, 6, 7], [-1] * 3])

@@ -121,10 +121,16 @@ def _fill_by_paths(
         manager: vLLM's grammars.
         request: It reasons at the root.
         tree: N drafts.
-        rows: [N + 1, W] to fill.
+        rows: [N + 1, W] to fill below the root's.
     """
     for path in tree.leaf_paths():
-        tokens = manager.validate_tokens(request, tree.tokens[path].tolist())
+        tokens = tree.tokens[path].tolist()
+        bounds = manager._get_constraint_bounds(request, tokens)
+        if bounds.constraint_start > len(path):
+            # It still reasons at the leaf.
+            rows[[node + 1 for node in path]] = rows[0]
+            continue
+        tokens = manager.validate_tokens(request, tokens)
         found = manager.grammar_bitmask(
             {request.request_id: request},
             [request.request_id],
