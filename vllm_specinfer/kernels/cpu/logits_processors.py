@@ -120,7 +120,7 @@ def apply_grammar_bitmask(
     for i, index in enumerate(logits_indices.tolist()):
         request, position = divmod(index, MASK_STRIDE)
         row = cu_logits[request] + position
-        if row >= cu_logits[request + 1]:
+        if row >= cu_logits[request + 1] or (masks[i] == -1).all():
             continue
         forbidden = np.unpackbits(~masks[i].view(np.uint8), bitorder="little")
         logits[row].masked_fill_(
