@@ -26,7 +26,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_specinfer.commit.paths import CommitPaths, CommitWalks
 from vllm_specinfer.device import Once, is_host, read_later
 from vllm_specinfer.scheduling.step_stats import COMMIT
 from vllm_specinfer.tree.rows import WritesTreeRows
@@ -105,8 +104,9 @@ class TreeModelState(DefaultModelState):
         # The last batch that was walked down on the device, and its paths.
         self._walked: tuple[InputBatch | None, torch.Tensor | None] = (None, None)
         self._block_tables: BlockTables | None = None
-        # Per KV cache group that has layers of the target.
-        self._commits: dict[int, CommitPaths | CommitWalks] = {}
+        # Per KV cache group that has layers of the target, what its attention backend
+        # commits them with: `CPUCommit`, or `commit_paths` of the CUDA kernels.
+        self._commits: dict[int, Callable[..., None]] = {}
 
     def plan_of(self, input_batch: InputBatch) -> "StepPlan | DevicePlan | None":
         """The plan made for exactly this batch; dummy batches have none."""

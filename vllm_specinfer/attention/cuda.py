@@ -6,7 +6,7 @@ captured graphs, which find the trees of a step in buffers that the builder fill
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -36,7 +36,6 @@ from vllm.v1.attention.backends.triton_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_specinfer.attention.mixed import MixedAttentionImpl, from_request
-from vllm_specinfer.commit.paths import CommitWalks
 from vllm_specinfer.kernels.triton.commit import LayerTable, commit_paths
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.tiles import rows_per_block
@@ -266,7 +265,7 @@ class CUDATreeAttentionImpl(MixedAttentionImpl, TritonAttentionImpl):
         self.supports_quant_query_input = False
 
     @staticmethod
-    def commit_paths_of(layers: Sequence[nn.Module]) -> CommitWalks:
+    def commit_paths_of(layers: Sequence[nn.Module]) -> Callable[..., None]:
         """Commits these layers by one launch; their caches stay where they are."""
         table = LayerTable.of([layer.kv_cache for layer in layers])
         return functools.partial(commit_paths, table)

@@ -20,7 +20,7 @@ Move = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class CPUCommit:
-    """`CommitPaths` for caches as vLLM's CPU kernels arrange them."""
+    """Of the layers of one KV cache group, whose caches vLLM's CPU kernels arrange."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         """Serve these layers, at least one."""
@@ -35,7 +35,14 @@ class CPUCommit:
         roots: Sequence[int],
         paths: Sequence[Sequence[int]],
     ) -> None:
-        """As `CommitPaths` says."""
+        """Move the K/V of accepted rows to the slots right after their root.
+
+        Args:
+            slot_mapping: [T] int64 the step's slots in that group.
+            roots: Flat row of each request's root.
+            paths: Of each request the accepted rows, counted from its root, from depth
+                1 down, rising.
+        """
         sources, targets = [], []
         for root, path in zip(roots, paths, strict=True):
             for depth, row in enumerate(path, start=1):
