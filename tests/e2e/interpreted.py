@@ -1,6 +1,7 @@
 """An engine that takes CUDA's path on a CPU, its kernels run by Triton's interpreter.
 
-``TRITON_INTERPRET=1 python -m tests.e2e.interpreted TARGET SSM HEAD OUTPUT.json``
+``TRITON_INTERPRET=1 python -m tests.e2e.interpreted TARGET SSM HEAD WINDOWED ITS_SSM
+VISION OUTPUT.json``
 
 Tree attention, vLLM's attention to prompts, its K/V writes and the commit are Triton
 kernels; what crosses between host and device is copied, never shared. vLLM's small step
@@ -55,11 +56,12 @@ def main() -> None:
     from tests import processes
     from tests.e2e import engine
     from tests.e2e.interpreted_worker import changing_sizes, cuda_path, resting_ssms
+    from tests.e2e.models import IMAGE, IMAGE_BEGINS, IMAGE_ENDS
     from vllm_specinfer import plugin
     from vllm_specinfer.drafting import graphs
     from vllm_specinfer.verify import device_sampler
 
-    target, ssm, head, windowed, windowed_ssm, output = sys.argv[1:]
+    target, ssm, head, windowed, windowed_ssm, vision, output = sys.argv[1:]
     os.environ.update(processes.ENV)
     plugin.register()
     llm = {"model": target, **LLM}
@@ -146,11 +148,21 @@ def main() -> None:
     behind = {"prompts": [3 * PROMPTS[1], PROMPTS[0]], "params": params}
     windows = {**llm, "model": windowed}
     in_windows = {**behind, "llm": {**windows, "speculative_config": spec}}
+    # Behind an image a text has fewer positions than tokens (M-RoPE).
+    seeing = {**llm, "model": vision, "skip_tokenizer_init": False}
+    seen = {
+        "prompts": [[3, IMAGE_BEGINS, IMAGE, IMAGE_ENDS, 8], PROMPTS[2]],
+        "params": [{**GREEDY, "max_tokens": 12}, SAMPLED],
+        "images": [[8, 12], None],
+    }
+    spec = {**common, "model": vision}
+    of_images = {**seen, "llm": {**seeing, "speculative_config": spec}}
     plain = {"llm": llm, "plain_v2": True, **everything}
     on_cpu = {"plain": plain, "tested": {**plain, **tested}}
     on_cpu["long"] = {**plain, **ahead}
     on_cpu["arriving"] = {**plain, **arriving}
     on_cpu["windows"] = {**plain, **behind, "llm": windows}
+    on_cpu["images"] = {**plain, **seen, "llm": seeing}
     on_cpu["back"] = {**plain, **back, "llm": {**llm, **needs}}
     on_cpu["known"] = {**plain, **longer}
     on_cpu |= {"repeated": {**plain, **repeated}, "lookups": lookups}
@@ -176,6 +188,8 @@ def main() -> None:
         (found["pieces"],) = engine._run_jobs([pieces])
     with cuda_path() as of_windows:
         (found["windows"],) = engine._run_jobs([{**in_windows, "asynchronous": True}])
+    with cuda_path():
+        (found["images"],) = engine._run_jobs([{**of_images, "asynchronous": True}])
     with cuda_path() as of_lookups:
         (found["lookups"],) = engine._run_jobs([{**lookups, "asynchronous": True}])
     # With graphs of one request, and without.

@@ -21,6 +21,7 @@ from tests.e2e.models import (
     noisy_copy,
     tiny_llama,
     tiny_model,
+    tiny_vision_model,
     untrained_head,
 )
 from vllm_specinfer import compat
@@ -48,6 +49,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, ...]:
     vocab = json.dumps({"tokens": list(range(4, 96))})
     (folder / "its-ssm" / DRAFT_VOCAB_FILE).write_text(vocab)
     add_tokenizer(target, ssm)
+    models.append(tiny_vision_model(folder / "vision", seed=0))
     output = folder / "outputs.json"
     run = subprocess.run(
         [sys.executable, "-m", "tests.e2e.interpreted", *models, output],
@@ -66,6 +68,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["coupled"]["tokens"] == found["asynchronous"]["tokens"] == plain
     assert found["eagle"]["tokens"] == of_cpu["arriving"]["tokens"]
     assert found["windows"]["tokens"] == of_cpu["windows"]["tokens"]
+    assert found["images"]["tokens"] == of_cpu["images"]["tokens"]
     assert found["two"]["tokens"] == plain[:1]
     for name in ("ahead", "small graphs", "eager"):
         assert found[name]["tokens"] == of_cpu["long"]["tokens"]
@@ -75,6 +78,7 @@ def test_texts_are_those_of_plain_decoding(outputs) -> None:
     assert found["eagle"]["drafts"] > 5
     assert found["windows"]["accepted"] > found["windows"]["drafts"] > 5
     assert found["two"]["accepted"] >= found["two"]["drafts"] > 2
+    assert found["images"]["drafts"] > 5 < found["images"]["accepted"]
     for name in ("back", "small graphs", "eager"):
         assert found[name]["accepted"] > found[name]["drafts"] / 10 > 0.2, name
     assert found["asynchronous"]["steps_in_flight"] == 2
