@@ -31,6 +31,24 @@ def config(mode=CUDAGraphMode.NONE, sizes=None):
     )
 
 
+def test_an_ssm_may_be_beside_graphs_of_the_targets_encoder(monkeypatch):
+    seen = []
+
+    def replaced(config, **changes):
+        seen.append(getattr(config, "compilation_config", None))
+        return seen[-1] and seen[-1].cudagraph_mm_encoder
+
+    monkeypatch.setattr(loading, "replace", replaced)
+    compilation = SimpleNamespace(cudagraph_mm_encoder=True)
+    engine = SimpleNamespace(
+        compilation_config=compilation,
+        speculative_config=SimpleNamespace(draft_parallel_config=None),
+        parallel_config=SimpleNamespace(rank=0),
+    )
+    assert loading._config_of(engine, None) is False  # else vLLM refuses the SSM
+    assert seen[-1] is compilation and compilation.cudagraph_mm_encoder
+
+
 def model_config(window=None, layer_types=None):
     return SimpleNamespace(
         hf_text_config=SimpleNamespace(layer_types=layer_types),

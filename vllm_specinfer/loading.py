@@ -166,15 +166,23 @@ def _own_window_of(
 
 def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig:
     """The config that an SSM's passes run under."""
-    return replace(
-        vllm_config,
-        model_config=model_config,
-        quant_config=None,
-        parallel_config=replace(
-            vllm_config.speculative_config.draft_parallel_config,
-            rank=vllm_config.parallel_config.rank,
-        ),
+    parallel_config = replace(
+        vllm_config.speculative_config.draft_parallel_config,
+        rank=vllm_config.parallel_config.rank,
     )
+    # Graphs of the target's encoder would be refused for a model that reads ids alone.
+    compilation = vllm_config.compilation_config
+    encoder_graphs = compilation.cudagraph_mm_encoder
+    compilation.cudagraph_mm_encoder = False
+    try:
+        return replace(
+            vllm_config,
+            model_config=model_config,
+            quant_config=None,
+            parallel_config=parallel_config,
+        )
+    finally:
+        compilation.cudagraph_mm_encoder = encoder_graphs
 
 
 def _multiplied_weights(model: nn.Module) -> int:

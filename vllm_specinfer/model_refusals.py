@@ -202,7 +202,8 @@ def _unsupported_attention(model: "ModelConfig") -> str | None:
         ("ALiBi", model.uses_alibi),
         ("bidirectional attention to images", model.is_mm_prefix_lm),
         (
-            # In a step, loops before the last read their own K/V of its tokens.
+            # One token at a time, each loop reads what the last one has left of the
+            # tokens before; of those in the same step it reads its own.
             "loops over the same K/V",
             getattr(text_config, "recurrent_kv_cache_mode", None) == "last_loop"
             and text_config.n_recurrent_loops > 1,

@@ -267,6 +267,31 @@ def test_placeholders_beyond_the_vocabulary_are_read_as_its_last_token(
     assert read.tolist() == ([5, 99, 99, 99] if sees_images else [5, 99, 100, 4000])
 
 
+def test_models_that_can_see_read_embeddings_of_ids(monkeypatch):
+    read = {}
+
+    class Seeing:
+        supports_multimodal_embeddings = True
+
+        def embed_input_ids(self, input_ids):
+            return -input_ids
+
+        def __call__(self, **inputs):
+            return read.update(inputs) or inputs["input_ids"]
+
+    monkeypatch.setattr("vllm_specinfer.drafting.ssm.DraftHead", lambda *_: None)
+    target = SimpleNamespace(is_multimodal_model=False)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=9),
+        speculative_config=SimpleNamespace(target_model_config=target),
+        scheduler_config=None,
+    )
+    ssm = NeuralSSM(Seeing(), config, set(), torch.device("cpu"))
+    ssm._forward(torch.tensor([5, 7]), torch.tensor([0, 1]), None)
+    assert read["inputs_embeds"].tolist() == [-5, -7]
+    assert read["positions"].tolist() == [0, 1]
+
+
 def test_no_pass_has_more_rows_than_the_model_was_compiled_for():
     """vLLM compiles for at most max_num_batched_tokens (piecewise_backend.py)."""
     ssm = NeuralSSM.__new__(NeuralSSM)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, LlavaConfig
+from transformers import AutoTokenizer, Gemma4Config, LlavaConfig
 from transformers.quantizers import quantizer_awq
 
 from tests.e2e.models import VOCAB, add_tokenizer, tiny_llama, tiny_model
@@ -166,3 +166,20 @@ def test_targets_that_transformers_cannot_read_are_refused(
     LlavaConfig().save_pretrained(target)
     with pytest.raises(ValueError, match="causal language model; got 'llava'"):
         begin(target, tmp_path / "out")
+
+
+def test_bases_that_transformers_cannot_read_are_refused(tmp_path):
+    target = tiny_llama(tmp_path / "target", seed=0)
+    add_tokenizer(target)
+    base = str(tmp_path / "base")
+    LlavaConfig().save_pretrained(base)
+    with pytest.raises(ValueError, match="the base must be .* model; got 'llava'"):
+        tune(tmp_path / "out", PoolSettings(target, "none", base=base), [])
+
+
+def test_heads_are_for_language_models_alone(tmp_path):
+    target = tiny_llama(tmp_path / "target", seed=0)
+    add_tokenizer(target)
+    Gemma4Config().save_pretrained(target)
+    with pytest.raises(ValueError, match="alone; got 'gemma4' with other parts"):
+        tune_head(tmp_path / "out", HeadSettings(target, "none"), [])

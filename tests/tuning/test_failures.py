@@ -23,8 +23,7 @@ def broken(file, write, read):
     read(file)
 
 
-def told(work):
-    sentence = "must suffice and files be whole; got "
+def told(work, sentence="must suffice and files be whole; got "):
     with pytest.raises(OSError, match=sentence) as error, in_a_sentence():
         work()
     assert "\n" not in str(error.value)
@@ -44,7 +43,7 @@ def test_engines_that_do_not_start_are_told():
     def start():
         raise RuntimeError(f"{says}. See root cause above. Failed core proc(s): {{}}")
 
-    told(start)
+    told(start, "the target's engine must start; got what it says above, Runt")
 
 
 def write_more_than_there_is(folder):

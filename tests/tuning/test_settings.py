@@ -67,7 +67,8 @@ def test_what_only_takes_memory_or_adds_ssms_may_change(tmp_path, capsys):
     assert record["settings"]["batch_size"] == 4
     assert record["earlier"] == [{k: v for k, v in begun.items() if k != "earlier"}]
     assert go_on(**less) == record and not capsys.readouterr().out
-    for change in ({"epochs": 5}, {"engine": {"dtype": "bfloat16"}}):
+    fewer = {"num_ssms": 2}
+    for change in ({"epochs": 5}, {"engine": {"dtype": "bfloat16"}}, fewer):
         with pytest.raises(ValueError, match=f"begun with other .*{[*change][0]}"):
             go_on(**less | change)
     assert go_on(**less) == record

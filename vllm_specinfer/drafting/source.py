@@ -29,7 +29,7 @@ class DraftStep:
         slots: [B] request slots.
         num_tokens: [B] int64 known tokens that may be read.
         growing: [R] batch indices of the requests that get a tree: those whose last
-            known token is the root of one, and no end of theirs.
+            known token is the root of one, and that no stop token has ended.
         roots: [R] the growing requests' sampling parameters and root positions.
         all_token_ids: [S, max_model_len] int32 tokens of all slots.
         decodes_only: No request of the batch is inside its prompt or just started.

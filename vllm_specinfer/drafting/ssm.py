@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.models.interfaces import supports_multimodal_embeddings
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -78,6 +79,8 @@ class NeuralSSM:
         self.head = DraftHead(model, vllm_config.model_config)
         self._vllm_config = vllm_config
         self.max_model_len = vllm_config.model_config.max_model_len
+        # Some that can see read nothing else.
+        self._reads_embeddings = supports_multimodal_embeddings(model)
         # Placeholders of images may lie beyond the vocabulary.
         self._last_token = None
         if vllm_config.speculative_config.target_model_config.is_multimodal_model:
@@ -383,7 +386,10 @@ class NeuralSSM:
         states: torch.Tensor | None,
     ) -> Outputs:
         """The model's pass; an SSM has no use for states."""
-        hidden = self.model(input_ids=input_ids, positions=positions)
+        inputs = {"input_ids": input_ids, "positions": positions}
+        if self._reads_embeddings:
+            inputs["inputs_embeds"] = self.model.embed_input_ids(input_ids)
+        hidden = self.model(**inputs)
         return hidden[:1] if isinstance(hidden, tuple) else (hidden,)
 
     def _taken(self, outputs: Outputs) -> torch.Tensor:

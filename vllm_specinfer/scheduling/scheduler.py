@@ -93,7 +93,7 @@ class SpecInferScheduler(Scheduler):
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
         for request in output.scheduled_new_reqs:
-            # Lookups are to share what vLLM's prefix cache would.
+            # As in vLLM's prefix cache, what has a salt is not for everybody.
             salt = self.requests[request.req_id].cache_salt
             request.is_private = salt is not None
         if self._checked:
@@ -229,6 +229,7 @@ class SpecInferScheduler(Scheduler):
         most = min(most, self._most_rows_of_one() - 1)
         if joining and num_running:
             most = min(most, self._rows_beside_prompt(num_running) // num_running - 1)
+        most = max(0, most)
         if num_reqs * (1 + most) <= num_rows // 2:
             return most
         if joining or any(
@@ -242,8 +243,8 @@ class SpecInferScheduler(Scheduler):
     def _rows_beside_prompt(self, num_running: int) -> int:
         """Rows that the next prompt leaves to so many requests; all where it need not.
 
-        Without chunked prefill it waits for a step with room for all of it. Where it
-        would wait for more than trees, they need not make room.
+        Without chunked prefill it waits for a step with rows for all of its tokens.
+        Where these requests leave too few even without trees, trees stay as they are.
         """
         num_rows = self.max_num_scheduled_tokens
         if self.scheduler_config.enable_chunked_prefill:

@@ -52,8 +52,14 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
     from transformers import AutoConfig, AutoTokenizer
 
     # What cannot have a head is refused before its continuations are written.
-    eagle.head_config(AutoConfig.from_pretrained(settings.target).get_text_config())
     check_readable(settings.target)
+    config = AutoConfig.from_pretrained(settings.target)
+    if config.get_text_config() is not config:
+        raise ValueError(
+            "the target of an EAGLE-3 head must be a language model alone; got "
+            f"{config.model_type!r} with other parts"
+        )
+    eagle.head_config(config)
     data = prepare(
         out, settings, command, AutoTokenizer.from_pretrained(settings.target)
     )

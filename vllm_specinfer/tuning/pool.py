@@ -78,6 +78,7 @@ def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Roun
         check_hidden(settings.hidden, settings.target)
         check_readable(settings.target)
     else:
+        check_readable(settings.base, "the base")
         _check_base(settings.base, settings.target, tokenizer)
     data = prepare(out, settings, command, tokenizer)
     return _Pool(out, settings, tokenizer, data).run()

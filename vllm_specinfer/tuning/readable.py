@@ -1,20 +1,21 @@
-"""Whether transformers reads a target's weights, which vLLM may."""
+"""Whether transformers reads a model's weights, which vLLM may."""
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.quantizers import AutoHfQuantizer
 
 
-def check_readable(target: str) -> None:
+def check_readable(model: str, role: str = "the target") -> None:
     """Raises ValueError where it needs what is not installed or not there.
 
     Args:
-        target: Folder or hub id.
+        model: Folder or hub id.
+        role: How the sentence names it.
     """
-    config = AutoConfig.from_pretrained(target)
+    config = AutoConfig.from_pretrained(model)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
-            "the target must be one that transformers reads as a causal language "
-            f"model; got {config.model_type!r}"
+            f"{role} must be one that transformers reads as a causal language model; "
+            f"got {config.model_type!r}"
         )
     how = getattr(config, "quantization_config", None)
     # What transformers does not know it reads as if it were not quantized.
@@ -26,5 +27,5 @@ def check_readable(target: str) -> None:
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"the target must be one that transformers can read here; got {reason}"
+            f"{role} must be one that transformers can read here; got {reason}"
         ) from error

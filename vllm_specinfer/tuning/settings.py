@@ -201,6 +201,8 @@ def open_folder(
             return
         begun = any(other.name != SETTINGS_FILE for other in out.iterdir())
         different = [n for n, v in _deciding(wanted).items() if given.get(n) != v]
+        if had.get("num_ssms", 0) > wanted.get("num_ssms", 0):
+            different.append("num_ssms")  # whoever uses the pool would miss one
         if different == [PROMPTS_HASH] and begun:
             raise ValueError(
                 f"{settings.prompts} must be as it was when {out} was begun; got "
