@@ -73,14 +73,30 @@ def test_children_are_the_likeliest_of_the_vocabulary(tmp_path, tokens):
 def test_all_ranks_draft_what_the_first_one_does(tmp_path, monkeypatch, content):
     """Where each multiplies all rows by hidden states that may be rounded apart."""
     head, _ = make(tmp_path, content)
-    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
+    hidden, sent = torch.randint(-8, 9, (5, HIDDEN)) / 8, []
     first = head.likeliest(hidden, 3)
-    sent = iter(first)
-    group = SimpleNamespace(broadcast=lambda other: next(sent))
+    group = SimpleNamespace(
+        world_size=2, broadcast=lambda mine: sent.append(mine.clone()) or sent[0]
+    )
     monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
-    values, tokens = head.likeliest(-hidden, 3)
-    same = torch.equal(values, first[0]) and torch.equal(tokens, first[1])
-    assert same == (content is not None)  # vLLM gathers all logits
+    of_ranks = [head.likeliest(rows, 3) for rows in (hidden, -hidden)]
+    same = [
+        values.dtype == torch.float32
+        and torch.equal(values, first[0])
+        and torch.equal(tokens, first[1])
+        for values, tokens in of_ranks
+    ]
+    assert same == [True, content is not None]  # vLLM gathers all logits
+    assert len(sent) == (0 if content is None else 2)  # one of each rank
+
+
+def test_what_is_sent_holds_any_token(tmp_path, monkeypatch):
+    head, _ = make(tmp_path, {"tokens": [3, 7]})
+    head._tokens.copy_(torch.tensor([2**24 + 1, 2**31 - 1]))
+    group = SimpleNamespace(world_size=2, broadcast=lambda tensor: tensor)
+    monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
+    _, tokens = head.likeliest(torch.zeros(1, HIDDEN), 2)
+    assert tokens.tolist() == [[2**24 + 1, 2**31 - 1]]
 
 
 def test_few_tokens_of_a_draft_vocabulary_are_for_a_kernel(tmp_path, monkeypatch):

@@ -127,10 +127,14 @@ class DraftHead:
             found = values, places if self._tokens is None else self._tokens[places]
         if self._tokens is None:
             return found
-        # Ranks may have compiled the SSM's last norm in ways that round apart.
         group = get_tp_group()
-        values, tokens = map(group.broadcast, found)
-        return values, tokens
+        if group.world_size == 1:
+            return found
+        # Ranks may have compiled the SSM's last norm in ways that round apart. Both go
+        # as one tensor, of a type that holds either's numbers.
+        sent = torch.stack([part.double() for part in found])
+        values, tokens = group.broadcast(sent)
+        return values.float(), tokens.long()
 
 
 def _is_matrix(head: nn.Module) -> bool:
