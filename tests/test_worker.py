@@ -40,7 +40,7 @@ def test_drafts_are_counted_though_none_had_a_row_in_the_step():
 
 @pytest.mark.parametrize("update", ["reload_weights", "finish_weight_update"])
 def test_copies_of_weights_are_made_again_after_an_update(monkeypatch, update):
-    """A tied head multiplies by a copy of what vLLM has written anew."""
+    """A tied head multiplies by a copy of what vLLM has written anew, as may SSMs."""
     from vllm_specinfer.cpu_worker import SpecInferCPUWorker
     from vllm_specinfer.kernels.cpu import linear
 
@@ -52,8 +52,17 @@ def test_copies_of_weights_are_made_again_after_an_update(monkeypatch, update):
     new = torch.randn(64, 32)
     monkeypatch.setattr(CPUWorker, update, lambda self: head.weight.copy_(new))
     worker = object.__new__(SpecInferCPUWorker)
-    worker.model_runner = SimpleNamespace(get_model=lambda: nn.Sequential(head))
+    renewed = []
+    ssm = SimpleNamespace(
+        head=SimpleNamespace(copy_again=lambda: renewed.append(head.weight.equal(new)))
+    )
+    sources = SimpleNamespace(ssms=[SimpleNamespace(ssm=ssm)])
+    worker.model_runner = SimpleNamespace(
+        get_model=lambda: nn.Sequential(head),
+        speculator=SimpleNamespace(sources=sources),
+    )
     getattr(worker, update)()
+    assert renewed == [True]
     after = head.cpu_linear(x, head.weight, None)
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, x @ new.T, rtol=1e-4, atol=1e-4)

@@ -39,14 +39,9 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
             return "CPU_ATTN, C++ kernels"
         return "CPU_ATTN, plain torch without C++ kernels"
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM tells a head nothing of new weights that it shares."""
-        super().reload_weights(*args, **kwargs)
-        linear.drop_copies(self.model_runner.get_model())
-
-    def finish_weight_update(self) -> None:
-        """As `reload_weights`."""
-        super().finish_weight_update()
+    def copy_weights_again(self) -> None:
+        """As `TreeWorker`; a head that is tied, when it is used."""
+        super().copy_weights_again()
         linear.drop_copies(self.model_runner.get_model())
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -220,6 +220,21 @@ class TreeWorker(Worker):
         hidden = torch.zeros(shape, dtype=config.dtype, device=self.device)
         runner.model_state.sampler.warm_up(runner.model.compute_logits(hidden))
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM tells a head nothing of new weights that it shares."""
+        super().reload_weights(*args, **kwargs)
+        self.copy_weights_again()
+
+    def finish_weight_update(self) -> None:
+        """As `reload_weights`."""
+        super().finish_weight_update()
+        self.copy_weights_again()
+
+    def copy_weights_again(self) -> None:
+        """Wherever there are copies of the target's, which are others by now."""
+        for source in self.model_runner.speculator.sources.ssms:
+            source.ssm.head.copy_again()
+
     def supports_draft_weight_updates(self) -> bool:
         """No: vLLM would load one model, and knows nothing of reduced heads.
 

@@ -99,6 +99,27 @@ def test_what_is_sent_holds_any_token(tmp_path, monkeypatch):
     assert tokens.tolist() == [[2**24 + 1, 2**31 - 1]]
 
 
+def test_rows_of_another_heads_weights_are_copied_again(tmp_path):
+    """Where graphs that were captured read them; on a CPU as the kernels take them."""
+    tokens = [3, 4, 17, 55, 90]
+    head, weight = make(tmp_path, {"tokens": tokens})
+    place, hidden = head._rows.data_ptr(), torch.randint(-8, 9, (5, HIDDEN)) / 8
+    new = weight.flip(0)
+    head._model.lm_head.weight = torch.nn.Parameter(new)
+    head.copy_again()
+    values, _ = best(hidden @ new.T, torch.tensor(tokens), 3)
+    torch.testing.assert_close(head.likeliest(hidden, 3)[0], values, atol=2e-2, rtol=0)
+    assert head._rows.data_ptr() == place
+
+
+def test_whole_heads_have_no_rows_to_copy_again(tmp_path):
+    head, _ = make(tmp_path)
+    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
+    before = head.likeliest(hidden, 3)
+    head.copy_again()
+    assert torch.equal(before[0], head.likeliest(hidden, 3)[0])
+
+
 def test_few_tokens_of_a_draft_vocabulary_are_for_a_kernel(tmp_path, monkeypatch):
     called, given = [], ("values", "tokens")
     monkeypatch.setattr(output_head, "is_host", lambda device: False)

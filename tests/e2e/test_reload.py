@@ -9,8 +9,13 @@ from transformers import LlamaForCausalLM
 from tests import processes
 from tests.e2e import engine
 from tests.e2e.models import noisy_copy, tiny_llama
+from vllm_specinfer.evidence.engines import runner_of
+from vllm_specinfer.tuning import eagle
+from vllm_specinfer.tuning.head import write_head
 
 PROMPT, LENGTH = [1, 2, 3], 24
+# Logits of rows and states of bfloat16 are bfloat16, too.
+NEAR = {"atol": 0.05, "rtol": 0}
 
 
 def generate(job: tuple[dict, list[str]]) -> list[list[int]]:
@@ -72,3 +77,34 @@ def test_weights_that_need_more_bytes_are_refused(tmp_path):
     env = {"VLLM_LOGGING_LEVEL": "ERROR"}
     sentence = processes.call(refusal_of, (llm, [many]), **env)
     assert "must be numbers of torch.bfloat16" in sentence
+
+
+def drafts_of(job: tuple[dict, str, list[list[float]]]) -> list[list[float]]:
+    """Log-probabilities that an engine's head drafts by after new weights.
+
+    Args:
+        job: Its arguments, the folder of the weights, and hidden states of the head.
+    """
+    from vllm import LLM
+
+    processes.hasten_starts()
+    arguments, folder, hidden = job
+    llm = LLM(**arguments, enforce_eager=True)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    (source,) = runner_of(llm).speculator.sources.ssms
+    return source.ssm.head.likeliest(torch.tensor(hidden), 3)[0].tolist()
+
+
+def test_a_head_drafts_by_the_targets_new_weights(tmp_path):
+    """Where it multiplies some rows of what is the target's output head."""
+    models = [tiny_llama(tmp_path / f"model{seed}", seed) for seed in (0, 1)]
+    config = LlamaForCausalLM.from_pretrained(models[0]).config
+    made, tokens = eagle.EagleHead(eagle.head_config(config)), list(range(0, 96, 5))
+    write_head(tmp_path / "head", made, tokens)
+    spec = {"method": "specinfer", "model": str(tmp_path / "head")}
+    llm = {**engine.tiny(models[0]), "speculative_config": spec}
+    hidden = torch.randn(4, config.hidden_size)
+    found = processes.call(drafts_of, (llm, models[1], hidden.tolist()))
+    head = LlamaForCausalLM.from_pretrained(models[1]).lm_head.weight[tokens]
+    wanted = (hidden.bfloat16().float() @ head.bfloat16().float().T).log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(found), wanted.topk(3).values, **NEAR)

@@ -3,9 +3,11 @@
 Most of a tiny SSM's time goes into the rows of its head, nearly all of them for tokens
 that hardly ever come next. An SSM may bring a file ``draft_vocab.json``,
 ``{"tokens": [ids]}``: then only those rows are multiplied, and no other token is
-drafted. The output of the engine stays the target's either way.
+drafted. The output of the engine stays the target's either way. The head of an EAGLE
+head may be the target's own, whose rows are copied again when its weights are others.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -19,6 +21,7 @@ from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE, read_draft_vocab
 
 logger = init_logger(__name__)
 
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Rows of which logits are in memory at once, some ten bytes for each token.
 MOST_ROWS = 1024
 
@@ -42,6 +45,8 @@ class DraftHead:
         self._model = model
         self._tokens: torch.Tensor | None = None
         self._kernel: ModuleType | None = None
+        # Of which rows are copied; None for a head that is never updated.
+        self._copied: nn.Module | None = None
         head = getattr(model, "lm_head", None)
         processor = getattr(model, "logits_processor", None)
         plain = (
@@ -73,17 +78,20 @@ class DraftHead:
         # Ascending, so that ties go to the lowest token as they do in the full head.
         self._tokens = torch.tensor(sorted(tokens), device=head.weight.device)
         self._keep(_rows_of(head, self._tokens))
+        self._copied = head
+
+    def copy_again(self) -> None:
+        """Read the rows of a head that may have other weights by now.
+
+        In place: captured graphs know where they are. All ranks must do it.
+        """
+        if self._copied is not None:
+            rows, _ = _multiplied(_rows_of(self._copied, self._tokens))
+            self._rows.copy_(rows)
 
     def _keep(self, rows: torch.Tensor) -> None:
-        # Drafts need no more precision, and the rows' bytes are what costs time.
-        self._rows = rows.to(torch.bfloat16)
-        self._linear = nn.functional.linear
-        if is_host(rows.device):
-            from vllm_specinfer.kernels.cpu.linear import kernel_for
-
-            if (kernel := kernel_for(self._rows)) is not None:
-                self._linear, self._rows = kernel
-        else:
+        self._rows, self._linear = _multiplied(rows)
+        if not is_host(rows.device):
             from vllm_specinfer.kernels.triton import likeliest
 
             self._kernel = likeliest
@@ -135,6 +143,18 @@ class DraftHead:
         sent = torch.stack([part.double() for part in found])
         values, tokens = group.broadcast(sent)
         return values.float(), tokens.long()
+
+
+def _multiplied(rows: torch.Tensor) -> tuple[torch.Tensor, Linear]:
+    """Rows [n, H] as what multiplies by them takes them, and that."""
+    # Drafts need no more precision, and the rows' bytes are what costs time.
+    rows = rows.to(torch.bfloat16)
+    if is_host(rows.device):
+        from vllm_specinfer.kernels.cpu.linear import kernel_for
+
+        if (kernel := kernel_for(rows)) is not None:
+            return kernel.weight, kernel.linear
+    return rows, nn.functional.linear
 
 
 def _is_matrix(head: nn.Module) -> bool:
