@@ -59,10 +59,10 @@ def _large(args: argparse.Namespace) -> tuple[str, str, list[list[int]], dict]:
     """Target, SSM, prompts, and what an engine must know of them."""
     target, ssm = args.out / "target", args.out / "ssm"
     small = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
-    _write_config(target, args.shape)
-    _write_config(
-        ssm, args.shape | small | {"num_attention_heads": 8, "num_key_value_heads": 8}
-    )
+    _config(args.shape).save_pretrained(target)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    # Of an SSM the engine reads the weights, whatever becomes of the target's.
+    _write_random(ssm, args.shape | small | heads)
     rng = random.Random(0)
     prompts = [
         [rng.randrange(args.shape["vocab_size"]) for _ in range(100)]
@@ -73,11 +73,18 @@ def _large(args: argparse.Namespace) -> tuple[str, str, list[list[int]], dict]:
     return str(target), str(ssm), prompts, engine
 
 
-def _write_config(folder: Path, shape: dict[str, Any]) -> None:
+def _config(shape: dict[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     names = {"architectures": ["LlamaForCausalLM"], "eos_token_id": None}
-    LlamaConfig(**shape, **names, bos_token_id=None).save_pretrained(folder)
+    return LlamaConfig(**shape, **names, bos_token_id=None)
+
+
+def _write_random(folder: Path, shape: dict[str, Any]) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(_config(shape)).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _steps(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, LoadConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
 
@@ -97,6 +97,31 @@ def test_an_ssm_has_its_own_window(layer_types, window):
     with loading._own_window_of(model_config(128, layer_types), made):
         assert made.cache_config.sliding_window == window
     assert made.cache_config.sliding_window == 64
+
+
+@pytest.mark.parametrize(
+    "load_format", ["auto", "safetensors", "runai_streamer", "fastsafetensors", "own"]
+)
+def test_an_ssm_is_loaded_as_the_target_is(load_format):
+    target = LoadConfig(load_format=load_format)
+    assert loading._load_config_of(target) is target
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "sharded_state", "tensorizer"])
+def test_an_ssms_folder_is_read_where_the_targets_is_not(load_format):
+    target = LoadConfig(
+        load_format=load_format,
+        download_dir="somewhere",
+        safetensors_load_strategy="eager",
+        ignore_patterns=["*.bin"],
+        model_loader_extra_config={"pattern": "part-{rank}"},
+    )
+    found = loading._load_config_of(target)
+    # The default loader refuses what it has no use for.
+    assert (found.load_format, found.model_loader_extra_config) == ("auto", {})
+    assert found.download_dir == target.download_dir
+    assert found.safetensors_load_strategy == target.safetensors_load_strategy
+    assert found.ignore_patterns == target.ignore_patterns
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -23,6 +23,7 @@ SUPPORTED = ("0.32", "0.33")
 REQUIRED = (
     "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
     "vllm.config.speculative:SpeculativeConfig.create_draft_parallel_config",
+    "vllm.config.speculative:SpeculativeConfig.draft_load_config",
     "vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting",
     "vllm.config.speculative:SpeculativeConfig.uses_draft_model",
     "vllm.config.speculative:SpeculativeConfig.update_arch_",

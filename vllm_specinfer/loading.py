@@ -8,7 +8,7 @@ import torch
 import vllm
 from torch import nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig, replace
+from vllm.config import CUDAGraphMode, LoadConfig, ModelConfig, VllmConfig, replace
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.offloader import get_offloader, set_offloader
@@ -29,6 +29,13 @@ from vllm_specinfer.options import SSMSource
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.budget_memory import BudgetMemory, file_of
 from vllm_specinfer.scheduling.predictor import Predictor, read_predictor
+
+# Where the target's weights come later, from files of vLLM's own or from its daemon: an
+# SSM's folder is an ordinary one all the same.
+_TARGETS_OWN_FORMATS = (
+    *("dummy", "ipc_cache", "tensorizer"),
+    *("sharded_state", "runai_streamer_sharded"),
+)
 
 
 def load_sources(
@@ -164,6 +171,13 @@ def _own_window_of(
         cache_config.sliding_window = of_target
 
 
+def _load_config_of(target: LoadConfig) -> LoadConfig:
+    """How SSMs and heads are loaded: as the target, where that reads its folder."""
+    if target.load_format not in _TARGETS_OWN_FORMATS:
+        return target
+    return replace(target, load_format="auto", model_loader_extra_config={})
+
+
 def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig:
     """The config that an SSM's passes run under."""
     parallel_config = replace(
@@ -178,6 +192,7 @@ def _config_of(vllm_config: VllmConfig, model_config: ModelConfig) -> VllmConfig
         return replace(
             vllm_config,
             model_config=model_config,
+            load_config=_load_config_of(vllm_config.load_config),
             quant_config=None,
             parallel_config=parallel_config,
         )
@@ -216,6 +231,7 @@ def _load(
         most = vllm_config.scheduler_config.max_num_batched_tokens
         ssm.rows_per_step = int(most * max(lighter, 1))
         return ssm
+    vllm_config.speculative_config.draft_load_config = config.load_config
     model = load_eagle_model(target, vllm_config)
     width = vllm_config.model_config.get_hidden_size()
     if vllm_config.speculative_config.reads_layers:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from tests import processes
 from tests.e2e import engine
@@ -79,6 +79,33 @@ def test_weights_that_need_more_bytes_are_refused(tmp_path):
     assert "must be numbers of torch.bfloat16" in sentence
 
 
+def random_head(target: str, folder: Path, tokens: list[int] | None) -> str:
+    """An EAGLE-3 head that has learned nothing, and drafts these tokens or any."""
+    config = eagle.head_config(AutoConfig.from_pretrained(target))
+    write_head(folder, eagle.EagleHead(config), tokens)
+    return str(folder)
+
+
+def norm_of_ssm(arguments: dict) -> list[float]:
+    """The weights of the last norm of an engine's SSM."""
+    from vllm import LLM
+
+    processes.hasten_starts()
+    llm = LLM(**arguments, enforce_eager=True)
+    (source,) = runner_of(llm).speculator.sources.ssms
+    return source.ssm.model.model.norm.weight.tolist()
+
+
+@pytest.mark.parametrize("kind", ["ssm", "eagle3"])
+def test_weights_that_are_the_targets_to_come_are_not_an_ssms(tmp_path, kind):
+    target, ssm = (tiny_llama(tmp_path / f"model{seed}", seed) for seed in (0, 1))
+    if kind == "eagle3":
+        ssm = random_head(target, tmp_path / "head", None)
+    spec = {"method": "specinfer", "model": ssm}
+    llm = {**engine.tiny(target), "speculative_config": spec, "load_format": "dummy"}
+    assert set(processes.call(norm_of_ssm, llm)) == {1.0}
+
+
 def drafts_of(job: tuple[dict, str, list[list[float]]]) -> list[list[float]]:
     """Log-probabilities that an engine's head drafts by after new weights.
 
@@ -98,13 +125,12 @@ def drafts_of(job: tuple[dict, str, list[list[float]]]) -> list[list[float]]:
 def test_a_head_drafts_by_the_targets_new_weights(tmp_path):
     """Where it multiplies some rows of what is the target's output head."""
     models = [tiny_llama(tmp_path / f"model{seed}", seed) for seed in (0, 1)]
-    config = LlamaForCausalLM.from_pretrained(models[0]).config
-    made, tokens = eagle.EagleHead(eagle.head_config(config)), list(range(0, 96, 5))
-    write_head(tmp_path / "head", made, tokens)
-    spec = {"method": "specinfer", "model": str(tmp_path / "head")}
+    tokens = list(range(0, 96, 5))
+    made = random_head(models[0], tmp_path / "head", tokens)
+    spec = {"method": "specinfer", "model": made}
     llm = {**engine.tiny(models[0]), "speculative_config": spec}
-    hidden = torch.randn(4, config.hidden_size)
-    found = processes.call(drafts_of, (llm, models[1], hidden.tolist()))
     head = LlamaForCausalLM.from_pretrained(models[1]).lm_head.weight[tokens]
+    hidden = torch.randn(4, head.shape[1])
+    found = processes.call(drafts_of, (llm, models[1], hidden.tolist()))
     wanted = (hidden.bfloat16().float() @ head.bfloat16().float().T).log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), wanted.topk(3).values, **NEAR)
