@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import envs
 from vllm.config import StructuredOutputsConfig
 
 from tests.conftest import LLAMA, write_model
@@ -74,8 +75,15 @@ def test_a_kv_connector_is_refused(refusal):
     ],
 )
 def test_parallel_layouts_that_need_many_devices_are_judged(change, sentence):
-    parallel = SimpleNamespace(
+    reason = refusals.parallel_reason(layout(change), SimpleNamespace(is_moe=False))
+    assert (reason is None) if sentence is None else (sentence in reason)
+
+
+def layout(change):
+    """A config of one device, but for these changes."""
+    return SimpleNamespace(
         **{
+            "distributed_executor_backend": "mp",
             "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
@@ -88,8 +96,26 @@ def test_parallel_layouts_that_need_many_devices_are_judged(change, sentence):
         }
         | change
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "newer", "refused"),
+    [("ray", "0", True), ("ray", "1", False), ("ray", None, False), ("mp", "0", False)],
+)
+def test_an_executor_that_goes_past_the_worker_is_refused(
+    monkeypatch, backend, newer, refused
+):
+    name = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    monkeypatch.delenv(name, raising=False)
+    if newer is not None:
+        monkeypatch.setenv(name, newer)
+    parallel = layout({"distributed_executor_backend": backend})
     reason = refusals.parallel_reason(parallel, SimpleNamespace(is_moe=False))
-    assert (reason is None) if sentence is None else (sentence in reason)
+    # vLLM 0.33 has no such executor.
+    if refused and hasattr(envs, name):
+        assert f"{name} must be 1 or unset" in reason and reason.endswith("got 0")
+    else:
+        assert reason is None
 
 
 FP8_KV = {

@@ -146,6 +146,15 @@ def engine_reason(
 
 def parallel_reason(parallel: "ParallelConfig", model: "ModelConfig") -> str | None:
     """Why a parallel layout cannot run with trees, or None."""
+    from vllm import envs
+
+    # vLLM 0.33 has only the one that calls workers (vllm/v1/executor/ray_utils.py).
+    by_worker = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    if parallel.distributed_executor_backend == "ray" and not by_worker:
+        return (
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND must be 1 or unset with method "
+            "specinfer, Ray's other executor goes past the worker, which drafts; got 0"
+        )
     for name, why in (
         ("pipeline_parallel_size", "only the last stage would draft and commit"),
         ("decode_context_parallel_size", "it shards the slots of a path"),
