@@ -55,6 +55,9 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         speculator = self.model_runner.speculator
         # With adapters every made-up pass makes some up, too, which takes its time.
         measures = self.vllm_config.lora_config is None
+        # Replicas that external launchers start wait for each other in every pass, and
+        # each would stop by its own clock.
+        measures &= self.vllm_config.parallel_config.data_parallel_size == 1
         if measures and speculator.budget.learns:
             scheduler = self.vllm_config.scheduler_config
             most = scheduler.max_num_seqs * (speculator.num_speculative_steps + 1)

@@ -25,13 +25,19 @@ class Machine:
         return target + 0.05 * (len(self.runs) % 5 == 0), 1e-3
 
 
-@pytest.mark.parametrize("adapters", [None, "adapters"])
-def test_made_up_adapters_are_nobodys_costs(monkeypatch, adapters):
+@pytest.mark.parametrize(
+    ("adapters", "replicas", "measures"),
+    [(None, 1, True), ("adapters", 1, False), (None, 2, False)],
+)
+def test_costs_are_not_those_of_made_up_adapters_or_of_other_replicas(
+    monkeypatch, adapters, replicas, measures
+):
     monkeypatch.setattr(TreeWorker, "compile_or_warm_up_model", lambda self: "times")
     runs, budget = [], LoadBudget(8)
     worker = SpecInferCPUWorker.__new__(SpecInferCPUWorker)
     worker.vllm_config = SimpleNamespace(
         lora_config=adapters,
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
         scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=16),
     )
     worker.model_runner = SimpleNamespace(
@@ -42,7 +48,7 @@ def test_made_up_adapters_are_nobodys_costs(monkeypatch, adapters):
     )
     monkeypatch.setattr(cpu_worker, "of_first_rank", lambda seconds: seconds)
     assert worker.compile_or_warm_up_model() == "times"
-    assert bool(runs) == budget._step.known == (adapters is None)
+    assert bool(runs) == budget._step.known == measures
 
 
 def test_a_budget_starts_with_what_passes_take():
