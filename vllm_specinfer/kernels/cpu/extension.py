@@ -6,10 +6,12 @@ import importlib.util
 import logging
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _NAME = "specinfer_cpu"
 _SOURCES = Path(__file__).parent
+# How names of folders that builds work in begin, and after how many seconds none does.
+_UNFINISHED = f"{_NAME}-unfinished-"
+_LONGEST_BUILD = 3600
 # Compiled side by side; each includes the sources that it binds.
 _UNITS = sorted(_SOURCES.glob("*bindings.cpp"))
 _FLAGS = (
@@ -42,8 +47,8 @@ def load() -> ModuleType | None:
     """The compiled kernels, or None where no C++ compiler can build them.
 
     The first call on a machine compiles for half a minute or so, and other processes,
-    such as ranks, wait for it. A build is written under a temporary name and renamed,
-    so one that is killed leaves nothing behind.
+    such as ranks, wait for it. A build is written under a temporary name and renamed;
+    what one that is killed leaves behind, a later one deletes.
     """
     try:
         path = _library()
@@ -52,6 +57,7 @@ def load() -> ModuleType | None:
             with _alone_in(path.parent):
                 kernels = _built(path)
                 if kernels is None:
+                    _delete_unfinished(path.parent)
                     _build(path)
                     kernels = _import(path)
         return kernels
@@ -99,6 +105,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
+def _delete_unfinished(folder: Path) -> None:
+    """What builds have left that were killed, on this machine or another."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):  # someone else has deleted it
+            if time.time() - left.stat().st_mtime > _LONGEST_BUILD:
+                shutil.rmtree(left)
+
+
 def _build(path: Path) -> None:
     # Imported here: it costs as much as the rest of this module together.
     from torch.utils.cpp_extension import include_paths
@@ -107,7 +121,7 @@ def _build(path: Path) -> None:
     libraries = Path(torch.__file__).parent / "lib"
     compiler = [*shlex.split(os.environ.get("CXX") or "g++"), *_FLAGS]
     with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as folder,
         ThreadPoolExecutor(len(_UNITS)) as threads,
     ):
         compile_unit = [
