@@ -42,6 +42,7 @@ def test_an_ssm_may_be_beside_graphs_of_the_targets_encoder(monkeypatch):
     compilation = SimpleNamespace(cudagraph_mm_encoder=True)
     engine = SimpleNamespace(
         compilation_config=compilation,
+        load_config=SimpleNamespace(load_format="auto"),
         speculative_config=SimpleNamespace(draft_parallel_config=None),
         parallel_config=SimpleNamespace(rank=0),
     )
