@@ -55,6 +55,7 @@ REQUIRED = (
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
     "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
     "vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.__init__",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_draft_model",

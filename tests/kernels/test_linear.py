@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 from vllm.config import vllm as vllm_config
 from vllm.model_executor.layers import utils
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vllm_specinfer.config import SpecInferConfig
 from vllm_specinfer.hooks import cpu_linear
@@ -201,27 +202,25 @@ def test_a_layer_is_taken_over_with_its_weight_or_without(tiles, remove):
         assert row_sizes(model, 40) == ([16, 32, 48] if tiles else [])
 
 
-@pytest.mark.parametrize("first", DTYPES)
+@pytest.mark.parametrize("first", [*DTYPES, None])
 @pytest.mark.parametrize("then", DTYPES)
-def test_new_weights_have_the_bytes_of_those_before_or_are_refused(first, then):
-    """What has been compiled goes by their type."""
+def test_what_was_compiled_multiplies_by_any_new_weights(first, then):
+    """Those before may have been all zeros; they take no more bytes than they can."""
     layer = nn.Linear(32, 40, bias=False).requires_grad_(False)
-    layer.weight.copy_(random(40, 32, dtype=first))
+    layer.weight.zero_()
+    if first is not None:
+        layer.weight.copy_(random(40, 32, dtype=first))
     take_over(layer, True)
     multiply, size = layer.cpu_linear, layer.weight.nbytes
-    weight = random(40, 32, dtype=then, seed=1).float()
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    # Those of bfloat16 are numbers of float16, too, but for large and small ones.
-    refused = [(torch.bfloat16, torch.float16), *((d, torch.float32) for d in HALF)]
-    if (first, then) in refused:
-        with pytest.raises(ValueError, match=f"must be numbers of {first}"):
-            take_over(layer, True)
-        return
-    take_over(layer, True)
-    assert layer.weight.nbytes == size
-    x = random(3, 32, dtype=torch.float32)
-    found = multiply(x, layer.weight, None)
-    torch.testing.assert_close(found, linear(x, weight))
+    for dtype in (then, torch.bfloat16):
+        weight = random(40, 32, dtype=dtype, seed=1).float()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        take_over(layer, True)
+        x = random(3, 32, dtype=torch.float32)
+        for found in (multiply, layer.cpu_linear):
+            torch.testing.assert_close(found(x, layer.weight, None), linear(x, weight))
+        if dtype is (first or torch.bfloat16):
+            assert layer.weight.nbytes == size
 
 
 def test_a_head_has_the_new_weights_of_its_embedding():
@@ -245,6 +244,28 @@ def test_an_embedding_by_which_nothing_multiplies_is_not_copied(monkeypatch):
     for _ in range(2):
         layer.cpu_linear(random(3, 32, dtype=torch.float32), layer.weight, None)
     copies.assert_called_once()
+
+
+def test_kernels_of_new_weights_are_not_noted_again(monkeypatch):
+    """What vLLM copies them to has as many bytes as they need."""
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", _stock())
+    cpu_linear.install()
+    method = SpecInferConfig.__new__(SpecInferConfig)
+    method.linear_kernels = []
+    current = SimpleNamespace(speculative_config=method)
+    monkeypatch.setattr(vllm_config, "_current_vllm_config", current)
+    layer = nn.Linear(32, 8, bias=False).requires_grad_(False)
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = random(8, 32, dtype=dtype).float()
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = info.kernel_tensors or ({"weight": layer.weight}, {})
+    before = info.kernel_tensors[0]["weight"]
+    assert before is not layer.weight
+    assert before.data_ptr() == layer.weight.data_ptr()
+    assert before.nbytes == in_strips(8) * 32 * 4
+    assert len(method.linear_kernels) == 1
 
 
 @pytest.mark.parametrize("ours", [True, False])

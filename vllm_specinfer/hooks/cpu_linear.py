@@ -16,6 +16,7 @@ def install() -> None:
     """Wrap ``dispatch_cpu_unquantized_gemm`` once; engines of other methods keep it."""
     from vllm.config.vllm import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     from vllm_specinfer.config import SpecInferConfig
     from vllm_specinfer.kernels.cpu.linear import take_over
@@ -26,9 +27,14 @@ def install() -> None:
         config = get_current_vllm_config_or_none()
         spec = getattr(config, "speculative_config", None)
         ours = isinstance(spec, SpecInferConfig)
-        if ours and (linear := take_over(layer, remove_weight)):
-            spec.linear_kernels.append(repr(linear))
-        else:
+        if not ours or (linear := take_over(layer, remove_weight)) is None:
             original(layer, remove_weight)
+            return
+        before = get_layerwise_info(layer).kernel_tensors
+        if before is None:
+            spec.linear_kernels.append(repr(linear))
+        elif remove_weight:
+            # vLLM would copy the new one there, which may have more bytes.
+            before[0]["weight"].data = layer.weight.data
 
     wrap(utils, "dispatch_cpu_unquantized_gemm", dispatch)

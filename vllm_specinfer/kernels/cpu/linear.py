@@ -71,11 +71,8 @@ def kernel_for(
 
     Args:
         weight: [N, K].
-        stored: The type of a float32 weight's bytes; by default the smallest that has
-            every number of it.
-
-    Raises:
-        ValueError: `stored` has not.
+        stored: The type of a float32 weight's bytes where it has every number of it,
+            otherwise they are float32's; by default the smallest that has.
     """
     if not _fits(weight):
         return None
@@ -85,12 +82,8 @@ def kernel_for(
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
         return Kernel(multiply, _in_tiles(weight))
     fewer = _in_few_bytes(weight, (stored,) if stored else _SMALLER)
-    if stored not in (None, fewer.dtype):
-        raise ValueError(
-            f"new weights of a float32 engine must be numbers of {stored}, as those "
-            "that it was started with; got others: start it with float32 weights"
-        )
-    multiply = partial(operators.linear.default, outputs=outputs, stored=fewer.dtype)
+    stored = stored or fewer.dtype
+    multiply = partial(operators.linear.default, outputs=outputs, stored=stored)
     strips = _in_strips(fewer, extension.load().strip)
     return Kernel(multiply, strips.view(weight.dtype))
 
@@ -99,15 +92,13 @@ def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
     """Have a layer multiply with the kernels where they are the better way.
 
     Args:
-        layer: Its `weight` has been loaded; its `cpu_linear` is what vLLM calls.
+        layer: Its `weight` has been loaded, for the first time or again; its
+            `cpu_linear` is what vLLM calls. Models that have been compiled with an
+            earlier one multiply by the new weight, too.
         remove_weight: Nothing else reads the weights as they were.
 
     Returns:
         What multiplies; None where they are not.
-
-    Raises:
-        ValueError: A weight takes the place of one whose bytes were of a smaller type,
-            for which models have been compiled, and is none of that.
     """
     if not _fits(layer.weight):
         return None

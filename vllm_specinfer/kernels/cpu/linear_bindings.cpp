@@ -40,7 +40,8 @@ struct Outputs {
   }
 };
 
-// x weight^T + bias by weights in strips; their bytes are numbers of the type `stored`.
+// x weight^T + bias by weights in strips; their bytes are numbers of the type `stored`
+// or, for a float32 x, float32: new weights of a compiled model may be no others.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               int64_t outputs, at::ScalarType stored) {
   const auto type = x.scalar_type();
@@ -50,6 +51,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               " and ", stored);
   TORCH_CHECK(stored != at::kBFloat16 || x.size(-1) % 2 == 0,
               "bfloat16 weights come in pairs of inputs; got x ", x.sizes());
+  const int64_t padded =
+      (outputs + strips::kOutputs - 1) / strips::kOutputs * strips::kOutputs;
+  const size_t whole = padded * x.size(-1) * sizeof(float);
+  if (type == at::kFloat && weight.nbytes() == whole) stored = at::kFloat;
   const Outputs out(x, weight, bias, outputs, strips::kOutputs, stored);
   auto run = [&]<class X, class W, class Y>(X, W, Y, const Tensor& rows) {
     strips::run(strips::Product<X, W, Y>{
