@@ -2,10 +2,12 @@
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
@@ -60,6 +62,12 @@ class TreeOutput(AsyncModelRunnerOutput):
     def get_kv_connector_output(self) -> Any:
         """What vLLM 0.33 wants to keep of a step that has failed."""
         return self._output.get_kv_connector_output()
+
+
+def _remove_hooks(models: weakref.WeakSet[TorchCompileWithNoGuardsWrapper]) -> None:
+    """Torch's, which hold compiled models."""
+    for model in models:
+        model.cleanup()
 
 
 class TreeWorker(Worker):
@@ -157,6 +165,7 @@ class TreeWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load target and SSM, then refuse layers that cannot run trees."""
         super().load_model(*args, **kwargs)
+        self._let_models_go()
         layers = self.vllm_config.compilation_config.static_forward_context
         num_nodes = self.vllm_config.speculative_config.num_speculative_tokens
         words = num_words(1 + num_nodes)
@@ -174,6 +183,21 @@ class TreeWorker(Worker):
             self.attention_summary,
             scope="global",
         )
+
+    def _let_models_go(self) -> None:
+        """When this ends or is shut down, nothing of torch's holds target and SSMs.
+
+        vLLM sees to the target alone, and not after a shutdown
+        (vllm/v1/engine/llm_engine.py: _cleanup_instance_caches).
+        """
+        models = self.model_runner.model, self.model_runner.speculator.model
+        compiled = weakref.WeakSet(
+            module
+            for model in models
+            for module in model.modules()
+            if isinstance(module, TorchCompileWithNoGuardsWrapper)
+        )
+        self._remove_hooks = weakref.finalize(self, _remove_hooks, compiled)
 
     def determine_available_memory(self) -> int:
         """Keep nothing of what was captured meanwhile."""
@@ -261,6 +285,8 @@ class TreeWorker(Worker):
         """
         if (runner := getattr(self, "model_runner", None)) is not None:
             runner.rejection_sampler = None
+        if (remove_hooks := getattr(self, "_remove_hooks", None)) is not None:
+            remove_hooks()
         super().shutdown()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
