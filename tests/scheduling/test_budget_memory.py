@@ -151,9 +151,12 @@ def test_a_source_is_believed_no_less_than_it_could_deserve(saved, recalled):
 
 
 def test_a_folder_that_cannot_be_written_is_only_logged(tmp_path, caplog):
+    """Once, whatever the new file would have been called."""
     (tmp_path / "file").write_text("")
-    budget_memory.save(tmp_path / "file" / "budget.json", {})
-    assert "could not be saved" in caplog.text
+    for name in ("budget.json", "budget2.json"):
+        budget_memory.save(tmp_path / "file" / name, {})
+    (message,) = caplog.messages
+    assert "could not be saved" in message and "exists" in message
 
 
 def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, monkeypatch):

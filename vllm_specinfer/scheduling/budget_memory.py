@@ -7,10 +7,11 @@ guessing: what is wrong is unlearned.
 
 import hashlib
 import json
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
 
 from vllm_specinfer.cache import cache_folder, cpu
 from vllm_specinfer.ranks import is_first_rank, of_first_rank
@@ -19,7 +20,7 @@ from vllm_specinfer.results import write_json
 if TYPE_CHECKING:
     from vllm_specinfer.drafting.experience import Experience
 
-logger = logging.getLogger(__name__)
+logger = init_logger(__name__)
 
 # Whose times are learned; after an upgrade they may be others.
 _KERNELS = Path(__file__).parents[1] / "kernels"
@@ -66,9 +67,13 @@ def load(file: Path) -> dict[str, Any] | None:
 
 
 def save(file: Path, state: dict[str, Any]) -> None:
-    """Replace the file as a whole; a disk that is full or read-only is only logged."""
+    """Replace the file as a whole; a disk that is full or read-only is logged once."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, state)
     except OSError as error:
-        logger.warning("What the budget has learned could not be saved: %s", error)
+        # Without the file, which has another name each time.
+        logger.warning_once(
+            "What the budget has learned could not be saved in %s: %s",
+            *(file.parent, error.strerror),
+        )
