@@ -56,11 +56,18 @@ def test_requests_that_have_ended_get_no_tree():
         idx_mapping_np=np.array([4, 3, 2, 1, 0, 5]),
         positions=torch.zeros(12, dtype=torch.int64),
         num_tokens=12,
+        is_prefilling_np=np.array([False] * 5 + [True]),
     )
     sampled = torch.tensor([2, 2, 2, 2, 2, 0])
     asked = SimpleNamespace(input_batch=batch, states=None, num_sampled=sampled)
     step = steps._step(asked, WorkerStats())
-    assert step.slots[step.growing].tolist() == [3, 0]
+    assert step.slots[step.growing].tolist() == [3, 0] and not step.ended
+    # Those that have ended alone, after their decoding or with their prompt.
+    batch.idx_mapping_np, asked.num_sampled = np.array([4, 2, 1]), sampled[:3]
+    for first_tokens in ([False] * 3, [False, True, False]):
+        batch.is_prefilling_np = np.array(first_tokens)
+        step = steps._step(asked, WorkerStats())
+        assert not len(step.growing) and step.ended is not any(first_tokens)
 
 
 def test_seconds_are_those_of_steps_and_of_drafts():
@@ -70,13 +77,15 @@ def test_seconds_are_those_of_steps_and_of_drafts():
     steps = HostSteps(requests, None, trees, sources, budget, memory, [], False)
     write = trees.write
     trees.write = lambda *args: (time.sleep(0.01), write(*args))
-    for num_rows, decodes_only, work, num_growing in (
-        (2, True, (4, 1), 2),
-        (3, True, (6, 2), 2),
-        (8, True, None, 2),
-        (40, False, (80, 0), 2),
+    for num_rows, decodes_only, work, num_growing, ended in (
+        (2, True, (4, 1), 2, False),
+        (3, True, (6, 2), 2, False),
+        (8, True, None, 2, False),
+        (40, False, (80, 0), 2, False),
         # Inside prompts.
-        (64, False, (64, 0), 0),
+        (64, False, (64, 0), 0, False),
+        # Heads read to the end.
+        (8, False, (8, 0), 0, True),
     ):
         none = FinishedTrees.none(num_growing, 3, 1)
         drawn = [{}] * num_growing
@@ -88,6 +97,7 @@ def test_seconds_are_those_of_steps_and_of_drafts():
             growing=np.arange(num_growing),
             roots=SimpleNamespace(roots=np.zeros(num_growing, np.int64)),
             decodes_only=decodes_only,
+            ended=ended,
         )
         steps._step = lambda *_, step=step: step
         assert steps.draft(asked, WorkerStats(), WorkerStats()).shape == (2, 3)

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.token_trees import paths_in
 from vllm_specinfer.drafting.lookup import LookupSource
 from vllm_specinfer.drafting.source import Proposal
-from vllm_specinfer.drafting.sources import SourceSet
+from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.suffix import Suffixes
 from vllm_specinfer.options import BestFirstTree, SuffixSource
 from vllm_specinfer.scheduling.budget import Budget
@@ -33,7 +33,19 @@ STEP = SimpleNamespace(
     slots=np.array([7]),
     num_tokens=np.array([3]),
     decodes_only=True,
+    ended=False,
     tests_draws=False,
+)
+
+
+# To nobody.
+NOTHING = Proposal(
+    Candidates(
+        np.zeros((0, 3), np.int64),
+        np.zeros((0, 3), np.int32),
+        np.zeros((0, 3), np.float32),
+    ),
+    [],
 )
 
 
@@ -115,6 +127,36 @@ def test_ssms_that_sat_out_for_long_read_in_pieces_before_they_are_asked():
     assert len(asked) == 1
     sources.propose(STEP)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("reads_states", [False, True])
+@pytest.mark.parametrize("decided", [None, Decision(grows=True, asks=True)])
+def test_ssms_read_nothing_of_requests_that_have_ended(decided, reads_states):
+    """Nobody waits for it; heads alone could not read it later."""
+    asked = []
+    ssm = SimpleNamespace(
+        ssm=SimpleNamespace(
+            reads_states=reads_states,
+            kv=SimpleNamespace(num_unread=lambda *_: 2),
+            is_far_behind=lambda _: asked.append("far") or False,
+            skip=lambda _: asked.append("skip"),
+        ),
+        least=-np.inf,
+        predictor=None,
+        calibration=Calibration(),
+        work=(0, 0),
+        begin=lambda *_: asked.append("begin") or (lambda: NOTHING),
+    )
+    sources = SourceSet([], [ssm], SHAPE, 3, Budget())
+    for ended in (False, True):
+        # The other one is a prompt's last step, or inside it.
+        none = np.zeros(0, np.int64)
+        step = SimpleNamespace(**{**vars(STEP), "growing": none, "ended": ended})
+        drafts = sources.propose(step, decided=decided)
+        skips = ended and not reads_states
+        assert asked == (["skip"] if skips else ["far", "begin"])
+        assert (drafts.work is None) == skips
+        asked.clear()
 
 
 def test_smaller_trees_are_asked_for_where_a_step_takes_no_larger_ones():

@@ -162,7 +162,7 @@ class HostSteps:
         seconds = self._finished_at - proposed_at
         if work is not None and growing:
             self._budget.observe_draft(len(growing), *work, seconds)
-        elif work is not None:
+        elif work is not None and not step.ended:
             self._budget.observe_prompts(input_batch.num_reqs, seconds)
         return stage(self._requests.device, drafts)[0][:, : asked.num_nodes]
 
@@ -210,6 +210,7 @@ class HostSteps:
             tests_draws=self._tests_draws,
             states=states,
             state_starts=state_starts,
+            ended=not len(growing) and not input_batch.is_prefilling_np.any(),
         )
 
     def _rows_that_stay(

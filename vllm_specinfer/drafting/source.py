@@ -38,6 +38,7 @@ class DraftStep:
         states: [n, D] the target's states of the tokens that it ran in this step and
             that stay, request by request; None where nobody reads them.
         state_starts: [B + 1] where each request's begin; None likewise.
+        ended: All requests of the batch have decoded, and ended.
     """
 
     slots: np.ndarray
@@ -49,6 +50,7 @@ class DraftStep:
     tests_draws: bool
     states: torch.Tensor | None = None
     state_starts: np.ndarray | None = None
+    ended: bool = False
 
 
 @dataclass(frozen=True)

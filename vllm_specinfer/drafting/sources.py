@@ -205,7 +205,7 @@ class SourceSet:
                 asks = not sure and self._asks_ssms(step, scores, most)
             else:
                 asks = decided.asks
-            asks = asks and not self._reads_first(step)
+            asks = asks and self._is_read(step) and not self._reads_first(step)
             if asks:
                 asked, work = self._ask_ssms(step, least, most)
                 proposals += asked
@@ -245,6 +245,14 @@ class SourceSet:
         kv_of_ssms = [source.ssm.kv for source in self.ssms]
         unread = sum(kv.num_unread(step.slots, step.num_tokens) for kv in kv_of_ssms)
         return self._budget.drafts(len(step.growing), unread, known, most)
+
+    def _is_read(self, step: DraftStep) -> bool:
+        """Whether somebody needs what the SSMs would read in this step.
+
+        Where all have ended, it is for whoever goes on with their texts: SSMs read it
+        again, heads cannot, as nobody keeps the target's states.
+        """
+        return not step.ended or any(source.ssm.reads_states for source in self.ssms)
 
     def _reads_first(self, step: DraftStep) -> bool:
         """Whether SSMs that have sat out for long only read in this step.

@@ -135,6 +135,7 @@ def replay(
             num_tokens=np.array([1]),
             roots=roots,
             decodes_only=True,
+            ended=False,
             tests_draws=False,
         )
         drafts = sources.propose(step)
