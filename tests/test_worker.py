@@ -53,10 +53,15 @@ def test_copies_of_weights_are_made_again_after_an_update(monkeypatch, update):
     monkeypatch.setattr(CPUWorker, update, lambda self: head.weight.copy_(new))
     worker = object.__new__(SpecInferCPUWorker)
     renewed = []
-    ssm = SimpleNamespace(
-        head=SimpleNamespace(copy_again=lambda: renewed.append(head.weight.equal(new)))
-    )
-    sources = SimpleNamespace(ssms=[SimpleNamespace(ssm=ssm)])
+    rows = SimpleNamespace(copy_again=lambda: renewed.append(head.weight.equal(new)))
+    # Those of the other one are its own.
+    ssms = [
+        SimpleNamespace(
+            ssm=SimpleNamespace(model=SimpleNamespace(lm_head=lm_head), head=rows)
+        )
+        for lm_head in (head, nn.Module())
+    ]
+    sources = SimpleNamespace(ssms=ssms)
     worker.model_runner = SimpleNamespace(
         get_model=lambda: nn.Sequential(head),
         speculator=SimpleNamespace(sources=sources),

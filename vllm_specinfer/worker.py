@@ -256,8 +256,10 @@ class TreeWorker(Worker):
 
     def copy_weights_again(self) -> None:
         """Wherever there are copies of the target's, which are others by now."""
+        of_target = set(self.model_runner.get_model().modules())
         for source in self.model_runner.speculator.sources.ssms:
-            source.ssm.head.copy_again()
+            if getattr(source.ssm.model, "lm_head", None) in of_target:
+                source.ssm.head.copy_again()
 
     def supports_draft_weight_updates(self) -> bool:
         """No: vLLM would load one model, and knows nothing of reduced heads.

@@ -157,6 +157,10 @@ def test_ssms_read_nothing_of_requests_that_have_ended(decided, reads_states):
         assert asked == (["skip"] if skips else ["far", "begin"])
         assert (drafts.work is None) == skips
         asked.clear()
+    # Nor does anybody go on reading what one of them has begun to.
+    sources.reading = True
+    sources.propose(step, decided=decided)
+    assert not sources.reading
 
 
 def test_smaller_trees_are_asked_for_where_a_step_takes_no_larger_ones():

@@ -45,7 +45,7 @@ class DraftHead:
         self._model = model
         self._tokens: torch.Tensor | None = None
         self._kernel: ModuleType | None = None
-        # Of which rows are copied; None for a head that is never updated.
+        # The model's, of whose rows these are copies, if they are.
         self._copied: nn.Module | None = None
         head = getattr(model, "lm_head", None)
         processor = getattr(model, "logits_processor", None)

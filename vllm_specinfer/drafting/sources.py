@@ -205,7 +205,9 @@ class SourceSet:
                 asks = not sure and self._asks_ssms(step, scores, most)
             else:
                 asks = decided.asks
-            asks = asks and self._is_read(step) and not self._reads_first(step)
+            if not self._is_read(step):
+                asks = self.reading = False
+            asks = asks and not self._reads_first(step)
             if asks:
                 asked, work = self._ask_ssms(step, least, most)
                 proposals += asked

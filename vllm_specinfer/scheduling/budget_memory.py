@@ -75,5 +75,5 @@ def save(file: Path, state: dict[str, Any]) -> None:
         # Without the file, which has another name each time.
         logger.warning_once(
             "What the budget has learned could not be saved in %s: %s",
-            *(file.parent, error.strerror),
+            *(file.parent, error.strerror or error),
         )
