@@ -19,6 +19,7 @@ def install() -> None:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     from vllm_specinfer.config import SpecInferConfig
+    from vllm_specinfer.kernels.cpu import huge_pages
     from vllm_specinfer.kernels.cpu.linear import take_over
 
     def dispatch(
@@ -33,8 +34,10 @@ def install() -> None:
         before = get_layerwise_info(layer).kernel_tensors
         if before is None:
             spec.linear_kernels.append(repr(linear))
-        elif remove_weight:
-            # vLLM would copy the new one there, which may have more bytes.
-            before[0]["weight"].data = layer.weight.data
+        elif remove_weight and before[0]["weight"].shape != layer.weight.shape:
+            # vLLM copies the new one there, which has more bytes or fewer.
+            new = layer.weight
+            memory = huge_pages.empty(new.numel(), new.dtype)
+            before[0]["weight"].data = memory.view(new.shape)
 
     wrap(utils, "dispatch_cpu_unquantized_gemm", dispatch)

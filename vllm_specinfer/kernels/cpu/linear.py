@@ -27,6 +27,8 @@ _SMALLER = (torch.bfloat16, torch.float16)
 _SIDE, _DEPTH = 16, 32
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# Gives [count] of a type, not initialised.
+Empty = Callable[[int, torch.dtype], torch.Tensor]
 
 
 class Kernel(NamedTuple):
@@ -65,7 +67,9 @@ class OfCopy:
 
 
 def kernel_for(
-    weight: torch.Tensor, stored: torch.dtype | None = None
+    weight: torch.Tensor,
+    stored: torch.dtype | None = None,
+    empty: Empty | None = None,
 ) -> Kernel | None:
     """What to multiply with, or None where vLLM's own way is the better one.
 
@@ -73,18 +77,20 @@ def kernel_for(
         weight: [N, K].
         stored: The type of a float32 weight's bytes where it has every number of it,
             otherwise they are float32's; by default the smallest that has.
+        empty: Gives the memory of the kernel's weight; by default in huge pages.
     """
     if not _fits(weight):
         return None
+    empty = empty or huge_pages.empty
     _describe()
     operators, outputs = torch.ops.vllm_specinfer, len(weight)
     if _goes_in_tiles(weight):
         multiply = partial(operators.linear_in_tiles.default, outputs=outputs)
-        return Kernel(multiply, _in_tiles(weight))
+        return Kernel(multiply, _in_tiles(weight, empty))
     fewer = _in_few_bytes(weight, (stored,) if stored else _SMALLER)
     stored = stored or fewer.dtype
     multiply = partial(operators.linear.default, outputs=outputs, stored=stored)
-    strips = _in_strips(fewer, extension.load().strip)
+    strips = _in_strips(fewer, extension.load().strip, empty)
     return Kernel(multiply, strips.view(weight.dtype))
 
 
@@ -103,9 +109,10 @@ def take_over(layer: nn.Module, remove_weight: bool) -> Linear | None:
     if not _fits(layer.weight):
         return None
     if remove_weight:
-        before = getattr(layer, "cpu_linear", None)
-        stored = before.keywords.get("stored") if isinstance(before, partial) else None
-        layer.cpu_linear, strips = kernel_for(layer.weight, stored)
+        stored = empty = None
+        if isinstance(before := getattr(layer, "cpu_linear", None), partial):
+            stored, empty = before.keywords.get("stored"), _for_now
+        layer.cpu_linear, strips = kernel_for(layer.weight, stored, empty)
         layer.weight = nn.Parameter(strips, requires_grad=False)
     else:
         layer.cpu_linear = OfCopy()
@@ -172,26 +179,31 @@ def _in_few_bytes(
     return weight
 
 
-def _in_strips(weight: torch.Tensor, outputs: int) -> torch.Tensor:
+def _in_strips(weight: torch.Tensor, outputs: int, empty: Empty) -> torch.Tensor:
     """[strips, K * outputs] a copy of weights [N, K]; bfloat16 inputs lie in pairs."""
     together = 2 if weight.dtype == torch.bfloat16 else 1
     strips = _whole_strips(weight, outputs).view(
         -1, outputs, weight.shape[1] // together, together
     )
-    return _copy(strips.transpose(1, 2))
+    return _copy(strips.transpose(1, 2), empty)
 
 
-def _in_tiles(weight: torch.Tensor) -> torch.Tensor:
+def _in_tiles(weight: torch.Tensor, empty: Empty) -> torch.Tensor:
     """[strips, K * 32] a copy of weights [N, K]."""
     k = weight.shape[1]
     strips = _whole_strips(weight, 2 * _SIDE)
     tiles = strips.view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
-    return _copy(tiles.permute(0, 3, 1, 4, 2, 5))
+    return _copy(tiles.permute(0, 3, 1, 4, 2, 5), empty)
 
 
-def _copy(strips: torch.Tensor) -> torch.Tensor:
+def _for_now(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count] that vLLM copies to where an earlier weight is, and drops."""
+    return torch.empty(count, dtype=dtype)
+
+
+def _copy(strips: torch.Tensor, empty: Empty) -> torch.Tensor:
     """[strips, K * 32] a dense copy."""
-    copy = huge_pages.empty(strips.numel(), strips.dtype)
+    copy = empty(strips.numel(), strips.dtype)
     copy.view(strips.shape).copy_(strips)
     return copy.view(len(strips), -1)
 
