@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from vllm_specinfer import checkup
+
 
 def check(*args, **env):
     done = subprocess.run(
@@ -32,8 +36,18 @@ def test_what_stands_against_it_is_said_last(tmp_path):
     )
     code, lines = check("--no-run", VLLM_SPECINFER_DISABLE="1")
     assert code == 1 and "VLLM_SPECINFER_DISABLE must be 0" in lines[-1]
+    code, lines = check("--no-run", VLLM_USE_V2_MODEL_RUNNER="0")
+    assert code == 1 and "VLLM_USE_V2_MODEL_RUNNER must be 1 or unset" in lines[-1]
     code, lines = check("--no-run", CXX="false", VLLM_CACHE_ROOT=str(tmp_path))
     assert code == 1 and "kernels do not build" in lines[-1]
+
+
+def test_what_vllms_compiled_files_lack_is_named(monkeypatch):
+    """As where the library for NUMA is missing, of which vLLM only warns."""
+    for name in ("_C", "_C_AVX2", "_C_AVX512"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", None)
+    with pytest.raises(ImportError, match=r"must load.*libnuma1.*got .*_C"):
+        list(checkup._platform())
 
 
 def test_a_torchvision_that_breaks_transformers_is_named(tmp_path):

@@ -7,6 +7,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from vllm_specinfer import compat, refusals, seams
 from vllm_specinfer.evidence.engines import stay_in_process
@@ -127,8 +128,20 @@ def _seams(source: VllmSource) -> Iterator[str]:
 def _platform() -> Iterator[str]:
     from vllm.platforms import current_platform
 
-    if (reason := refusals.device_reason()) is not None:
+    reason = refusals.device_reason() or refusals.runner_reason()
+    if reason is not None:
         raise RuntimeError(reason)
+    if current_platform.is_cpu():
+        from vllm.platforms import cpu
+
+        # Of what does not load vLLM only warns, and goes on until it is called.
+        with mock.patch.object(cpu.logger, "warning_once") as warn:
+            current_platform.import_kernels()
+        if warn.called:
+            raise ImportError(
+                "vLLM's compiled files must load (on Debian they need libnuma1); got "
+                f"{warn.call_args.args[-1]}"
+            )
     yield f"platform: {current_platform.device_name}"
 
 
