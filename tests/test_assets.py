@@ -68,6 +68,18 @@ def test_a_model_is_made_once_and_whole_or_not_at_all(tmp_path, monkeypatch):
     assert assets.made_once("model", fails) == folder
 
 
+def test_a_user_without_a_home_names_the_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv(assets.CACHE_ENV, raising=False)
+    assert assets.cache_dir() == assets.Path.home() / ".cache" / "vllm-specinfer"
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(assets.Path, "home", no_home)
+    monkeypatch.setenv(assets.CACHE_ENV, str(tmp_path))
+    assert assets.cache_dir() == tmp_path
+
+
 def test_the_same_context_goes_before_every_prompt():
     prompts = [[1], [2, 2], [3, 3, 3]]
     assert assets.with_context(prompts, 0) == prompts

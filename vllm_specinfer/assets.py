@@ -23,8 +23,8 @@ _SHAREGPT = "data/ShareGPT_V3_unfiltered_cleaned_split.json"
 
 def cache_dir() -> Path:
     """Where converted models live; ``VLLM_SPECINFER_CACHE`` overrides."""
-    default = Path.home() / ".cache" / "vllm-specinfer"
-    return Path(os.environ.get(CACHE_ENV, default))
+    # Users without a home have none to look for.
+    return Path(os.environ.get(CACHE_ENV) or Path.home() / ".cache/vllm-specinfer")
 
 
 def smollm2() -> Path:
