@@ -8,6 +8,7 @@ Where 0.33 differs from 0.32 the code takes both. These are all the places:
 - `scheduling/grammar.py`: bitmasks have as many rows for every request.
 - `scheduling/scheduler.py`: steps may be scheduled for which nobody drafts.
 - `worker.py`: `AsyncModelRunnerOutput` has one more method.
+- `cpu_worker.py`: warm-up would run the largest steps on a CPU, too.
 - `refusals.py`: Ray has one executor.
 
 `seams.py` compares everything else by signature and code.
