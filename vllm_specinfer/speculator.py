@@ -29,6 +29,7 @@ from vllm_specinfer.device import Once, stage, token_rows
 from vllm_specinfer.drafting.graphs import most_requests
 from vllm_specinfer.drafting.host_blocks import BlockIds
 from vllm_specinfer.drafting.host_steps import DraftRequest, HostSteps
+from vllm_specinfer.drafting.lookup import NO_TOKENS
 from vllm_specinfer.drafting.sources import Decision, SourceSet
 from vllm_specinfer.drafting.target_states import TargetStates
 from vllm_specinfer.loading import load_sources, recalled, row_sizes
@@ -85,6 +86,8 @@ class TreeSpeculator(DraftModelSpeculator):
         self._reads_layers = self.speculative_config.reads_layers
         self._asked: DraftRequest | None = None
         self._captures = False
+        # Requests that have ended; others that leave their slots come again.
+        self.finished: set[str] = set()
         # What the SSMs' part of the last made-up pass took.
         self.dummy_seconds = 0.0
         self._memory: BudgetMemory | None = None
@@ -226,15 +229,17 @@ class TreeSpeculator(DraftModelSpeculator):
         self.sources.start(slot, request)
 
     def end_request(self, req_id: str) -> None:
-        """A request has ended."""
+        """A request has ended, or leaves its slot to begin again with its text."""
         slot = self._req_states.req_id_to_index.get(req_id)
         if slot is None:
             return
         if self._ahead is not None:
             self._ahead.leave(slot)
+            tokens = None
         else:
             tokens = token_rows(self._req_states.all_token_ids)[slot]
-            self.sources.end(slot, tokens[: self.host_steps.num_tokens[slot]])
+            tokens = tokens[: self.host_steps.num_tokens[slot]]
+        self.sources.end(slot, tokens if req_id in self.finished else NO_TOKENS)
 
     def plan_ahead(self, input_batch: InputBatch) -> "DevicePlan | None":
         """`AheadSteps.plan`: None where a batch's trees are the host's, or none."""

@@ -304,6 +304,7 @@ class TreeWorker(Worker):
         with asynchronous scheduling the step is there before the last one's output.
         """
         self._draft()
+        self.model_runner.speculator.finished = scheduler_output.finished_req_ids
         if self.vllm_config.scheduler_config.async_scheduling:
             scheduler_output = self._as_known(scheduler_output)
         tables = self.model_runner.block_tables

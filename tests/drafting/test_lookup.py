@@ -173,16 +173,19 @@ def test_the_likeliest_nodes_may_be_deep_ones():
 
 
 def test_a_text_that_has_ended_is_kept_whole_and_its_index_is_gone():
+    """Whether or not another request takes its slot, and once."""
     lookup = Suffixes(SuffixSource(max_tokens=100), 2, 3)
     source, text = LookupSource(lookup), np.arange(1, 9, dtype=np.int32)
     lookup.start(0)
+    lookup.start(1)
     lookup.find(0, text[:5])
     source.end(0, text)
     assert not lookup._own[0]._newest
-    lookup.start(0)
-    lookup.start(1)
-    nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
-    assert [token for _, token, _ in nodes] == [7, 8]
+    for _ in range(2):
+        nodes = lookup.find(1, np.array([20, 4, 5, 6], np.int32))
+        assert [token for _, token, _ in nodes] == [7, 8]
+        lookup.start(0)
+    assert len(lookup._past[0].tokens) == len(text) + 1
 
 
 def test_a_token_of_past_texts_takes_as_much_memory_as_readme_says():

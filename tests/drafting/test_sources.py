@@ -2,17 +2,19 @@
 
 import copy
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401  before TreeWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.token_trees import paths_in
-from vllm_specinfer.drafting.lookup import LookupSource
+from vllm_specinfer.drafting.lookup import NO_TOKENS, LookupSource
 from vllm_specinfer.drafting.source import Proposal
 from vllm_specinfer.drafting.sources import Decision, SourceSet
-from vllm_specinfer.drafting.suffix import Suffixes
+from vllm_specinfer.drafting.suffix import TEXT_END, Suffixes
 from vllm_specinfer.options import BestFirstTree, SuffixSource
 from vllm_specinfer.scheduling.budget import Budget
 from vllm_specinfer.scheduling.calibration import Calibration
@@ -22,6 +24,7 @@ from vllm_specinfer.scheduling.levels import Levels
 from vllm_specinfer.scheduling.load_budget import LoadBudget
 from vllm_specinfer.scheduling.predictor import Predictor
 from vllm_specinfer.scheduling.step_stats import BUDGET, MEASURING, NO_CANDIDATES
+from vllm_specinfer.speculator import TreeSpeculator
 from vllm_specinfer.tree.candidates import NO_TOKEN, Candidates
 from vllm_specinfer.tree.proposals import certain
 from vllm_specinfer.tree.token_tree import ROOT
@@ -395,6 +398,50 @@ def test_an_empty_tree_has_a_reason(chance, budget, reason):
     ssm = Chain([1, 2], chance)
     drafts = SourceSet([], [ssm], SHAPE, 3, budget).propose(STEP)
     assert drafts.counts == [] and drafts.reasons == {0: reason}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_text_is_kept_once_its_request_has_ended_not_where_it_begins_again(ahead):
+    """As a session's next turn does, and what was preempted."""
+    suffixes, kept = Suffixes(SuffixSource(max_tokens=100), 2, 3), []
+    lookup, text = LookupSource(suffixes), torch.arange(9, dtype=torch.int32)
+    lookup.on_device = SimpleNamespace(start=lambda slot: None, end=kept.append)
+    speculator = TreeSpeculator.__new__(TreeSpeculator)
+    speculator._ahead = SimpleNamespace(leave=lambda slot: None) if ahead else None
+    speculator._req_states = SimpleNamespace(
+        req_id_to_index={"a": 1}, all_token_ids=SimpleNamespace(gpu=text.expand(2, 9))
+    )
+    speculator.host_steps = SimpleNamespace(num_tokens=[0, 9])
+    speculator.sources = SourceSet([lookup], [], SHAPE, 3, Budget())
+    speculator._asked = None
+
+    class Runs(Worker):
+        def execute_model(self, output):
+            speculator.end_request("a")
+
+    class Run(TreeWorker, Runs):
+        pass
+
+    worker = Run.__new__(Run)
+    worker.vllm_config = mock.MagicMock()
+    worker.vllm_config.scheduler_config.async_scheduling = False
+    worker.model_runner = mock.MagicMock(speculator=speculator)
+    for finished in (), (), ("a", "b"):
+        lookup.start(1, SimpleNamespace())
+        suffixes.read(1, text.numpy())
+        none = SimpleNamespace(req_ids=[], new_block_ids=[])
+        worker.execute_model(
+            SimpleNamespace(finished_req_ids=set(finished), scheduled_cached_reqs=none)
+        )
+        if not finished:
+            assert not kept
+            lookup.start(0, SimpleNamespace())
+            assert not suffixes.find(0, np.array([20, 4, 5, 6], np.int32))
+            lookup.end(0, NO_TOKENS)
+    # With what the device knows alone the host keeps what it hears until the next one.
+    assert kept == [1] * ahead
+    lookup.start(1, SimpleNamespace())
+    assert suffixes._past[0].tokens.tolist() == [*range(9), TEXT_END]
 
 
 def test_what_is_learned_of_made_up_requests_is_forgotten():

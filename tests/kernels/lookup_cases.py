@@ -75,6 +75,8 @@ def both(
     tokens[0, MAX_LEN - len(before) :] = torch.tensor(before)
     source.capture(TextCopies(Texts(tokens, lengths)))
     for i, text in enumerate((*past, own)):
+        if i:
+            source.end(1, None)
         source.start(1, SimpleNamespace(is_private=i < num_private))
         tokens[1, : len(text)] = torch.tensor(text)
         lengths[1] = len(text)
@@ -103,8 +105,8 @@ def past_texts(device: str, *looked_up: list[int]) -> dict[tuple, float]:
         lookup.forget()
         lookup.fill((1.0, 0.0), np.array(slots, int))
     lookup.fill((1.0, 0.0), np.array([2]))
-    lookup.start(0)
-    lookup.start(1)
+    lookup.end(0)
+    lookup.end(1)
     slots, grows = torch.tensor([2]), torch.tensor([True])
     return paths_on_device(lookup.find(slots.to(device), grows.to(device)), 0)
 
@@ -136,6 +138,7 @@ def searches(seed: int, device: str) -> list[tuple[dict, dict]]:
             if slot in looked_up:
                 host.read(slot, tokens[slot, : lengths[slot]])
             host.start(slot)
+            lookup.end(slot)
             lookup.start(slot)
             lengths[slot] = 0
             if rng.random() < 0.2:

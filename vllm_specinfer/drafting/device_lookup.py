@@ -30,8 +30,8 @@ class DeviceLookup:
         """A request starts in a slot."""
         self._copies.start(slot)
 
-    def drop(self, slot: int) -> None:
-        """The text of the request that has left a slot is not kept."""
+    def end(self, slot: int) -> None:
+        """The request that leaves a slot leaves its text to others."""
 
     def forget(self) -> None:
         """Forget past texts."""

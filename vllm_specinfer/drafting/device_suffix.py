@@ -54,23 +54,22 @@ class DeviceSuffixes(DeviceLookup):
         self._filled.zero_()
         self._forgotten = set(range(len(self._copies.texts.lengths)))
 
-    def drop(self, slot: int) -> None:
-        """The text of the request that has left a slot is not kept."""
-        self._forgotten.add(slot)
-
     def fill(self, correction: tuple[float, float], slots: np.ndarray) -> None:
         """Say what is looked up next."""
         super().fill(correction, slots)
         self._forgotten.difference_update(slots.tolist())
 
     def start(self, slot: int) -> None:
-        """Keep the text of the slot's last request; the new one's is not there yet."""
+        """A request starts in a slot."""
         super().start(slot)
+        self._forgotten.discard(slot)
+
+    def end(self, slot: int) -> None:
+        """Keep the text of the slot's request."""
         past, filled = self._past, self._filled
         size, width = past.shape[1] - 1, len(self._columns)
         texts = self._copies.texts
         length = texts.lengths[slot].long() * (slot not in self._forgotten)
-        self._forgotten.discard(slot)
         kept = (length + 1).clamp_max(width)
         is_full = filled[0] + kept > size
         past[1].copy_(torch.where(is_full, past[0], past[1]))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # One proposed node: parent (`ROOT` or an earlier node), token, chance that it is
 # accepted where its parent is.
 LookupNode = tuple[int, int, float]
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 def chance_after(length: int) -> float:
@@ -43,7 +44,7 @@ class Lookup(Protocol):
         """A request starts in a slot."""
 
     def end(self, slot: int, tokens: np.ndarray) -> None:
-        """A request leaves its slot with these tokens [n] int32."""
+        """A request leaves its slot, and these tokens [n] int32 to others."""
 
     def forget(self) -> None:
         """Forget all texts."""
@@ -83,22 +84,28 @@ class LookupSource:
             self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot, whose last one leaves its text to others, unless
-        it has a `cache_salt` (`SpecInferScheduler.schedule`)."""
+        """A request starts in a slot; its text is left to others, unless it has a
+        `cache_salt` (`SpecInferScheduler.schedule`)."""
         if slot in self._private:
             self._private.remove(slot)
-            self._lookup.end(slot, np.zeros(0, np.int32))
-            if self.on_device is not None:
-                self.on_device.drop(slot)
+            self._lookup.end(slot, NO_TOKENS)
         if getattr(request, "is_private", False):
             self._private.add(slot)
         self._lookup.start(slot)
         if self.on_device is not None:
             self.on_device.start(slot)
 
-    def end(self, slot: int, tokens: np.ndarray) -> None:
-        """A request leaves its slot with these tokens [n] int32."""
-        self._lookup.end(slot, tokens)
+    def end(self, slot: int, tokens: np.ndarray | None) -> None:
+        """A request leaves its slot, and these tokens [n] int32 to others.
+
+        None for all that the device knows, of which the host will hear later.
+        """
+        if slot in self._private:
+            tokens = NO_TOKENS
+        if tokens is not None:
+            self._lookup.end(slot, tokens)
+        elif self.on_device is not None:
+            self.on_device.end(slot)
 
     def forget(self) -> None:
         """Forget all texts."""

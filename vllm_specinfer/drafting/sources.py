@@ -139,8 +139,8 @@ class SourceSet:
         for source in self.all():
             source.start(slot, request)
 
-    def end(self, slot: int, tokens: np.ndarray) -> None:
-        """A request leaves its slot with these tokens [n] int32."""
+    def end(self, slot: int, tokens: np.ndarray | None) -> None:
+        """As `LookupSource.end`."""
         for lookup in self.lookups:
             lookup.end(slot, tokens)
 

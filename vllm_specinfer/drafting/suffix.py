@@ -63,11 +63,6 @@ class TextIndex:
         self.tokens.extend(tokens)
         self._last = run
 
-    def close(self, tokens: Sequence[int]) -> None:
-        """Hold these tokens and find nothing: places take thirty times their memory."""
-        self.tokens = array("i", tokens)
-        self._newest, self._older = {}, array("i")
-
     def longest_match(self, context: Sequence[int]) -> tuple[int, list[int]]:
         """How long the longest match of the context's end is, and the places after it.
 
@@ -121,16 +116,18 @@ class Suffixes:
         self._past = [TextIndex(MIN_PAST), TextIndex(MIN_PAST)]
 
     def end(self, slot: int, tokens: np.ndarray) -> None:
-        """Of the slot's request only the text is kept, for `start`."""
-        self._own[slot].close(tokens.tolist())
-
-    def start(self, slot: int) -> None:
-        """Keep the text of the slot's last request, and begin anew."""
-        text = [*self._own[slot].tokens, TEXT_END][-self._generation_size :]
+        """The slot's request leaves this text [n] int32 to others."""
+        self._own[slot] = TextIndex(MIN_OWN)
+        if not len(tokens):
+            return
+        text = [*tokens.tolist(), TEXT_END][-self._generation_size :]
         if len(self._past[0].tokens) + len(text) > self._generation_size:
             self._past = [TextIndex(MIN_PAST), self._past[0]]
         self._past[0].extend(text)
-        self._own[slot] = TextIndex(MIN_OWN)
+
+    def start(self, slot: int) -> None:
+        """Begin anew; a text whose end was not told is kept as far as it was read."""
+        self.end(slot, np.array(self._own[slot].tokens))
 
     def read(self, slot: int, tokens: np.ndarray) -> TextIndex:
         """The index of a request, which now has these tokens [n]."""
