@@ -74,16 +74,16 @@ def traffic(seed):
 
 
 def test_short_of_blocks_trees_give_back_theirs_and_fewer_requests_are_preempted():
-    engines = [traffic(seed) for seed in range(5)]
+    engines = [traffic(seed) for seed in range(20)]
     for engine in engines:
         assert engine.scheduler._blocks[SHORT_STEPS] > 0
     assert sum(e.scheduler._blocks[RETURNED_BLOCKS] for e in engines) > 0
     with mock.patch.object(SpecInferScheduler, "schedule", Scheduler.schedule):
-        kept = [traffic(seed).preemptions for seed in range(5)]
+        kept = [traffic(seed).preemptions for seed in range(20)]
     num_preemptions = sum(e.preemptions for e in engines)
     assert num_preemptions < 0.6 * sum(kept)
     with mock.patch.object(SlotsOfTrees, "cut_drafts"):
-        kept = [traffic(seed).preemptions for seed in range(5)]
+        kept = [traffic(seed).preemptions for seed in range(20)]
     assert num_preemptions < 0.9 * sum(kept)
 
 

@@ -109,6 +109,18 @@ def test_sessions_that_wait_for_their_next_turn_leave_the_rows_to_others(monkeyp
     assert scheduler._most_nodes(NUM_NODES, {}) == NUM_NODES
 
 
+def test_requests_that_lack_blocks_to_join_leave_the_rows_to_others(monkeypatch):
+    scheduler = make_scheduler()
+    monkeypatch.setattr(scheduler, "get_request_counts", lambda: (2, 60))
+    assert scheduler._most_nodes(NUM_NODES, {}) < NUM_NODES
+    pool = scheduler.kv_cache_manager.block_pool
+    monkeypatch.setattr(pool, "get_num_free_blocks", lambda: 0)
+    assert scheduler._most_nodes(NUM_NODES, {}) == NUM_NODES
+    # Those that hold some may go on in them.
+    monkeypatch.setattr(scheduler, "kv_holding_waiting", [None, None])
+    assert scheduler._most_nodes(NUM_NODES, {}) < NUM_NODES
+
+
 def test_long_prompts_are_cut_as_vllm_cuts_them(monkeypatch):
     scheduler = make_scheduler(max_num_tokens=48)
     counts = [1, 0]
