@@ -56,18 +56,17 @@ def test_requests_that_have_ended_get_no_tree():
         idx_mapping_np=np.array([4, 3, 2, 1, 0, 5]),
         positions=torch.zeros(12, dtype=torch.int64),
         num_tokens=12,
-        is_prefilling_np=np.array([False] * 5 + [True]),
     )
     sampled = torch.tensor([2, 2, 2, 2, 2, 0])
     asked = SimpleNamespace(input_batch=batch, states=None, num_sampled=sampled)
     step = steps._step(asked, WorkerStats())
     assert step.slots[step.growing].tolist() == [3, 0] and not step.ended
-    # Those that have ended alone, after their decoding or with their prompt.
-    batch.idx_mapping_np, asked.num_sampled = np.array([4, 2, 1]), sampled[:3]
-    for first_tokens in ([False] * 3, [False, True, False]):
-        batch.is_prefilling_np = np.array(first_tokens)
+    # Those that have ended alone, and a prompt that has more than a token to come.
+    batch.idx_mapping_np, asked.num_sampled = np.array([4, 2, 1, 5]), sampled[2:]
+    for max_tokens in (1, 2):
+        requests.max_seq_len[5] = 4 + max_tokens
         step = steps._step(asked, WorkerStats())
-        assert not len(step.growing) and step.ended is not any(first_tokens)
+        assert not len(step.growing) and step.ended is (max_tokens == 1)
 
 
 def test_seconds_are_those_of_steps_and_of_drafts():

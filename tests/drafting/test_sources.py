@@ -152,7 +152,7 @@ def test_ssms_read_nothing_of_requests_that_have_ended(decided, reads_states):
     )
     sources = SourceSet([], [ssm], SHAPE, 3, Budget())
     for ended in (False, True):
-        # The other one is a prompt's last step, or inside it.
+        # The other one is inside a prompt that goes on.
         none = np.zeros(0, np.int64)
         step = SimpleNamespace(**{**vars(STEP), "growing": none, "ended": ended})
         drafts = sources.propose(step, decided=decided)

@@ -180,7 +180,8 @@ class HostSteps:
         self.num_computed = computed.astype(np.int64)
         computed = self.num_computed[slots]
         num_tokens = np.minimum(total, computed + 1)
-        goes_on = total < requests.max_seq_len[slots]
+        # A prompt brings one token more.
+        goes_on = total + (sampled == 0) < requests.max_seq_len[slots]
         texts = token_rows(requests.all_token_ids)
         for i in ((sampled > 0) & goes_on).nonzero()[0].tolist():
             new = texts[slots[i], total[i] - sampled[i] : total[i]].tolist()
@@ -210,7 +211,7 @@ class HostSteps:
             tests_draws=self._tests_draws,
             states=states,
             state_starts=state_starts,
-            ended=not len(growing) and not input_batch.is_prefilling_np.any(),
+            ended=not goes_on.any(),
         )
 
     def _rows_that_stay(

@@ -38,7 +38,7 @@ class DraftStep:
         states: [n, D] the target's states of the tokens that it ran in this step and
             that stay, request by request; None where nobody reads them.
         state_starts: [B + 1] where each request's begin; None likewise.
-        ended: All requests of the batch have decoded, and ended.
+        ended: All requests of the batch have ended, or will with their prompts.
     """
 
     slots: np.ndarray
