@@ -170,12 +170,9 @@ def _check_commit(device: str) -> None:
 def _check_children(device: str) -> None:
     import coupled_cases
     import drawn_cases
-    import likeliest_cases
     import test_triton_coupled
     import test_triton_drawn
-    import test_triton_likeliest
 
-    test_triton_likeliest.check(likeliest_cases.outputs(device))
     test_triton_coupled.check(coupled_cases.outputs(device))
     test_triton_drawn.check(drawn_cases.outputs(device))
 

@@ -9,7 +9,6 @@ import torch
 from vllm_specinfer.draft_vocab import DRAFT_VOCAB_FILE
 from vllm_specinfer.drafting import output_head
 from vllm_specinfer.drafting.output_head import DraftHead
-from vllm_specinfer.kernels.triton import likeliest
 
 VOCAB, HIDDEN = 100, 16
 
@@ -118,24 +117,6 @@ def test_whole_heads_have_no_rows_to_copy_again(tmp_path):
     before = head.likeliest(hidden, 3)
     head.copy_again()
     assert torch.equal(before[0], head.likeliest(hidden, 3)[0])
-
-
-def test_few_tokens_of_a_draft_vocabulary_are_for_a_kernel(tmp_path, monkeypatch):
-    called, given = [], ("values", "tokens")
-    monkeypatch.setattr(output_head, "is_host", lambda device: False)
-    monkeypatch.setattr(
-        likeliest, "likeliest", lambda *args: called.append(args) or given
-    )
-    tokens = list(range(0, VOCAB, 2))
-    head, _ = make(tmp_path, {"tokens": tokens})
-    hidden = torch.randint(-8, 9, (5, HIDDEN)) / 8
-    assert head._likeliest(hidden, 16) == given
-    ((logits, ids, count),) = called
-    assert logits.shape == (5, 50) and ids.tolist() == tokens and count == 16
-    assert head.likeliest(hidden, 17)[1].shape == (5, 17)
-    (tmp_path / DRAFT_VOCAB_FILE).unlink()
-    whole, _ = make(tmp_path)
-    assert whole.likeliest(hidden, 3)[1].shape == (5, 3) and len(called) == 1
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 6])

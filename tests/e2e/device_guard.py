@@ -121,7 +121,6 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
     from vllm_specinfer import model_state, worker
     from vllm_specinfer.attention import cuda as attention
     from vllm_specinfer.drafting import output_head, ssm, tree_graphs
-    from vllm_specinfer.kernels.triton import likeliest
     from vllm_specinfer.verify import device_sampler, sampler
 
     guard = DeviceGuard()
@@ -158,7 +157,6 @@ def guarded(launches: dict[str, int]) -> Iterator[DeviceGuard]:
             (device_sampler, "verify_draws"),
             (device_sampler, "walk_trees"),
             (tree_graphs, "coupled_children"),
-            (likeliest, "likeliest"),
             (attention, "tree_attention"),
             (attention, "commit_paths"),
             (ssm, "set_forward_context"),

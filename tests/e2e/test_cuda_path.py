@@ -161,11 +161,6 @@ def test_trees_are_attended_to_and_committed_by_the_kernels(outputs) -> None:
     assert launches["tree_attention"] > 60 and launches["commit_paths"] > 5
 
 
-def test_a_kernel_finds_the_likeliest_tokens_of_a_draft_vocabulary(outputs) -> None:
-    assert outputs[7]["launches"]["likeliest"] > 5
-    assert "likeliest" not in outputs[2]["launches"]
-
-
 def test_nobody_waits_in_a_step_that_is_drafted_for_ahead(outputs) -> None:
     steps = [step for step in outputs[2]["steps"] if not step.get("made_up")]
     ahead = [step for step in steps if step["ahead"]]

@@ -18,7 +18,6 @@ from vllm_specinfer.kernels.triton import (
     catch_up,
     commit,
     growth,
-    likeliest,
     matches,
     penalties,
     places,
@@ -90,7 +89,6 @@ UNION = types_of(
         "*fp32": "scores_out scores given",
     }
 )
-LIKELIEST = types_of({"*i64": "tokens ids", "*fp32": "logprobs", "*bf16": "logits"})
 TEXTS = types_of({"*i32": "copies texts ends", "*i64": "known"})
 LOOKUPS = types_of(
     {
@@ -158,7 +156,6 @@ KERNELS = [
         },
         GROWTH,
     ),
-    (likeliest._likeliest_kernel, {"BLOCK": 1024}, LIKELIEST),
     (trees._rank_kernel, {"BLOCK": trees.BLOCK}, TREES),
     (
         trees._tree_kernel,
@@ -218,7 +215,6 @@ KERNELS = [
 # has are laid out in other ways.
 SMALL = {
     trees._tree_kernel: ("NODES_PADDED",),
-    likeliest._likeliest_kernel: ("BLOCK",),
     growth._extend_kernel: ("BLOCK",),
     growth._expand_kernel: ("SIZE_PADDED", "BLOCK"),
     verification._walk_kernel: ("BLOCK",),
@@ -245,13 +241,6 @@ def test_a_kernel_compiles_for_small_trees(small, size) -> None:
     sizes = dict.fromkeys(SMALL[kernel], size)
     words = {"NUM_WORDS": 1} if "NUM_WORDS" in constants else {}
     assert compiled(kernel, constants | sizes | words, types)
-
-
-@pytest.mark.parametrize("logits", ["*bf16", "*fp32"])
-def test_likeliest_tokens_of_the_widest_rows_compile_for_a_gpu(logits) -> None:
-    constants = {"BLOCK": likeliest.MOST_COLUMNS}
-    types = LIKELIEST | {"logits_ptr": logits}
-    assert compiled(likeliest._likeliest_kernel, constants, types, num_warps=32)
 
 
 def test_kernels_with_vllms_random_numbers_compile_for_a_gpu() -> None:

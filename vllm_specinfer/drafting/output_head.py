@@ -8,7 +8,6 @@ head may be the target's own, whose rows are copied again when its weights are o
 """
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -44,7 +43,6 @@ class DraftHead:
         """
         self._model = model
         self._tokens: torch.Tensor | None = None
-        self._kernel: ModuleType | None = None
         # The model's, of whose rows these are copies, if they are.
         self._copied: nn.Module | None = None
         head = getattr(model, "lm_head", None)
@@ -91,10 +89,6 @@ class DraftHead:
 
     def _keep(self, rows: torch.Tensor) -> None:
         self._rows, self._linear = _multiplied(rows)
-        if not is_host(rows.device):
-            from vllm_specinfer.kernels.triton import likeliest
-
-            self._kernel = likeliest
         # As buffers of the model they survive vLLM's sleep.
         for name, tensor in (("draft_rows", self._rows), ("draft_ids", self._tokens)):
             self._model.register_buffer(name, tensor, persistent=False)
@@ -126,21 +120,17 @@ class DraftHead:
         else:
             logits = self._linear(hidden.bfloat16(), self._rows)
         count = min(count, logits.shape[1])
-        if self._kernel is not None and self._kernel.takes(logits, count):
-            found = self._kernel.likeliest(logits, self._tokens, count)
-        else:
-            # One kernel; `logsumexp` is many, each of which wakes all threads.
-            logprobs = logits.float().log_softmax(dim=-1)
-            values, places = logprobs.topk(count, dim=-1)
-            found = values, places if self._tokens is None else self._tokens[places]
+        # One kernel; `logsumexp` is many, each of which wakes all threads.
+        logprobs = logits.float().log_softmax(dim=-1)
+        values, places = logprobs.topk(count, dim=-1)
         if self._tokens is None:
-            return found
-        group = get_tp_group()
+            return values, places
+        tokens, group = self._tokens[places], get_tp_group()
         if group.world_size == 1:
-            return found
+            return values, tokens
         # Ranks may have compiled the SSM's last norm in ways that round apart. Both go
         # as one tensor, of a type that holds either's numbers.
-        sent = torch.stack([part.double() for part in found])
+        sent = torch.stack([values.double(), tokens.double()])
         values, tokens = group.broadcast(sent)
         return values.float(), tokens.long()
 
