@@ -121,7 +121,7 @@ def step(growth: Any, tree: Any, rng: np.random.Generator, seed: int) -> Pairs:
     context, roots = some(0, 99, 2, num_reqs)
     growth.is_node.fill_(True)
     growth.scores.zero_()
-    kernels.start(growth, context, roots, slots, grows, lengths, lookahead)
+    growth.start(context, roots, slots, grows, lengths, lookahead)
     of_slots = lengths[slots].long()
     found = [
         (context.clone(), torch.where(grows, of_slots - lookahead, 0)),

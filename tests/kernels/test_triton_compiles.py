@@ -77,16 +77,16 @@ GROWTH = types_of(
 )
 TREES = types_of(
     {
-        "*i64": "tokens kept_tokens of_candidates parents_of_candidates places chosen",
+        "*i64": "tokens kept_tokens of_candidates parents_of_candidates places order",
         "*i32": "parents kept_parents depths",
         "*fp32": "scores scores_of_candidates",
     }
 )
 UNION = types_of(
     {
-        "*i64": "parents_out firsts tokens parents columns places",
+        "*i64": "parents_out firsts tokens parents",
         "*i32": "bounds",
-        "*fp32": "scores_out scores given",
+        "*fp32": "scores_out scores",
     }
 )
 TEXTS = types_of({"*i32": "copies texts ends", "*i64": "known"})
@@ -138,11 +138,6 @@ KERNELS = [
         types_of({"*i64": "last row_slots num_new kv_slots"})
         | types_of({"*i32": "row_tokens table lengths", "*i1": "grows"}),
     ),
-    (
-        growth._start_kernel,
-        {"BLOCK": growth.MOST_CHILDREN},
-        GROWTH | types_of({"*i1": "grows", "*i32": "lengths"}),
-    ),
     (growth._extend_kernel, {"BLOCK": 16}, GROWTH),
     (
         growth._expand_kernel,
@@ -156,7 +151,6 @@ KERNELS = [
         },
         GROWTH,
     ),
-    (trees._rank_kernel, {"BLOCK": trees.BLOCK}, TREES),
     (
         trees._tree_kernel,
         {
@@ -169,7 +163,6 @@ KERNELS = [
         TREES,
     ),
     (union._union_kernel, {"NUM_SOURCES": 2, "BLOCK": union.BLOCK}, UNION),
-    (union._given_kernel, {"BLOCK": union.BLOCK}, UNION),
     (verification._walk_kernel, {"BLOCK": 64}, {}),
     (
         step_rows._visibility_kernel,

@@ -4,10 +4,11 @@ The definition is `TreeGrowth`. Here all shapes are fixed, so that captured grap
 grow trees: every request has as many rows at a level as a level can have, and a mask
 says which are nodes. A row costs the same whether it is one, so a best-first tree
 expands all that may be among its N best. The kernels of `kernels/triton/growth.py`
-grow it.
+grow its levels.
 
 Dimension legend: R requests, D levels, F nodes of a level per request, K children of
-each, C candidates per request, N nodes per request, W 64-bit words per bit row.
+each, C candidates per request, N nodes per request, S request slots, W 64-bit words
+per bit row.
 """
 
 import itertools
@@ -108,3 +109,30 @@ class DeviceGrowth:
             for size, of_level in zip(sizes, is_node, strict=True)
         ]
         self.levels[0].columns.fill_(ROOT)
+
+    def start(
+        self,
+        context: torch.Tensor,
+        roots: torch.Tensor,
+        slots: torch.Tensor,
+        grows: torch.Tensor,
+        lengths: torch.Tensor,
+        lookahead: int,
+    ) -> None:
+        """Begin anew with the requests that grow; the others get no nodes.
+
+        Args:
+            context: [R] int64 positions before their nodes, written.
+            roots: [R] int64 positions of the roots, written.
+            slots: [R] int64 request slots.
+            grows: [R] bool.
+            lengths: [S] int32 tokens of all texts.
+            lookahead: K/V of so many of a text's last tokens there is not.
+        """
+        of_slots = lengths[slots].long()
+        # Padding has a slot, too, but nothing to attend to.
+        context.copy_(torch.where(grows, of_slots - lookahead, 0))
+        roots.copy_(of_slots - 1)
+        self.is_node.zero_()
+        self.levels[0].is_node.copy_(grows[:, None])
+        self.scores.fill_(-torch.inf)

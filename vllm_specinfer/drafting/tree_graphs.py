@@ -23,7 +23,7 @@ from vllm_specinfer.drafting.text_copies import Texts
 from vllm_specinfer.kernels.triton.catch_up import lay_out_last_rows
 from vllm_specinfer.kernels.triton.coupled import coupled_children
 from vllm_specinfer.kernels.triton.drawn import drawn_children
-from vllm_specinfer.kernels.triton.growth import Paged, expand, extend, start
+from vllm_specinfer.kernels.triton.growth import Paged, expand, extend
 from vllm_specinfer.options import Tree
 from vllm_specinfer.tree.device_draws import RowDraws
 from vllm_specinfer.tree.token_tree import num_words
@@ -198,8 +198,8 @@ class TreeGraphs:
 
     def _start(self) -> tuple:
         inputs, lengths = self.inputs, self._texts.lengths
-        start(
-            *(self.growth, self._context, self._roots, inputs.slots, inputs.grows),
+        self.growth.start(
+            *(self._context, self._roots, inputs.slots, inputs.grows),
             *(lengths, self._ssm.lookahead),
         )
         return self._extend(0, self._hidden)

@@ -44,37 +44,6 @@ class Paged(NamedTuple):
     max_model_len: int
 
 
-@triton.jit(do_not_specialize=["num_below", "width", "lookahead"])
-def _start_kernel(
-    is_node_ptr,
-    scores_ptr,
-    context_ptr,
-    roots_ptr,
-    slots_ptr,
-    grows_ptr,
-    lengths_ptr,
-    num_below,
-    width,
-    lookahead,
-    BLOCK: tl.constexpr,
-):
-    r = tl.program_id(0).to(tl.int64)
-    grows = tl.load(grows_ptr + r) != 0
-    length = tl.load(lengths_ptr + tl.load(slots_ptr + r)).to(tl.int64)
-    # Padding has a slot, too, but nothing to attend to.
-    tl.store(context_ptr + r, tl.where(grows, length - lookahead, 0))
-    tl.store(roots_ptr + r, length - 1)
-    tl.store(is_node_ptr + r, grows)
-    below_ptr = is_node_ptr + tl.num_programs(0) + r * num_below
-    for first in range(0, num_below, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        tl.store(below_ptr + i, i < 0, mask=i < num_below)
-    for first in range(0, width, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        none = tl.full([BLOCK], float("-inf"), tl.float32)
-        tl.store(scores_ptr + r * width + i, none, mask=i < width)
-
-
 @triton.jit(do_not_specialize=["width", "start", "size", "k"])
 def _extend_kernel(
     scores_ptr,
@@ -234,34 +203,6 @@ def _expand_kernel(
     tl.store(row_slots_ptr + r, slot)
     tl.store(seq_lens_ptr + r, (context + used).to(tl.int32))
     tl.store(context_lens_ptr + r, context.to(tl.int32))
-
-
-def start(
-    growth: DeviceGrowth,
-    context: torch.Tensor,
-    roots: torch.Tensor,
-    slots: torch.Tensor,
-    grows: torch.Tensor,
-    lengths: torch.Tensor,
-    lookahead: int,
-) -> None:
-    """Begin anew with the requests that grow; the others get no nodes.
-
-    Args:
-        growth: Of R trees.
-        context: [R] int64 positions before their nodes, written.
-        roots: [R] int64 positions of the roots, written.
-        slots: [R] int64 request slots.
-        grows: [R] bool.
-        lengths: [S] int32 tokens of all texts.
-        lookahead: K/V of so many of a text's last tokens there is not.
-    """
-    num_reqs, width = growth.scores.shape
-    _start_kernel[(num_reqs,)](
-        *(growth.is_node, growth.scores, context, roots, slots, grows, lengths),
-        *(sum(growth.sizes[1:]), width, lookahead),
-        BLOCK=MOST_CHILDREN,
-    )
 
 
 def extend(

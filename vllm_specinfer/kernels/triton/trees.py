@@ -17,36 +17,8 @@ from vllm_specinfer.tree.on_device import (
 )
 from vllm_specinfer.tree.token_tree import NO_NODE, ROOT
 
-# Candidates that are compared at once.
+# Candidates that are looked at at once.
 BLOCK = 64
-
-
-@triton.jit(do_not_specialize=["width", "num_nodes"])
-def _rank_kernel(
-    places_ptr,
-    chosen_ptr,
-    scores_ptr,
-    least,
-    width,
-    num_nodes,
-    BLOCK: tl.constexpr,
-):
-    r = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row_ptr = scores_ptr + r * width
-    inside = i < width
-    score = tl.load(row_ptr + i, mask=inside, other=float("-inf"))
-    rank = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, width, BLOCK):
-        j = begin + tl.arange(0, BLOCK)
-        other = tl.load(row_ptr + j, mask=j < width, other=float("-inf"))
-        before = other[None, :] > score[:, None]
-        same = other[None, :] == score[:, None]
-        before = before | (same & (j[None, :] < i[:, None]))
-        rank += tl.sum(before.to(tl.int32), 1)
-    kept = inside & (score > float("-inf")) & (score >= least) & (rank < num_nodes)
-    tl.store(places_ptr + r * width + i, tl.where(kept, rank, num_nodes), mask=inside)
-    tl.store(chosen_ptr + r * num_nodes + rank, i, mask=kept)
 
 
 @triton.jit(do_not_specialize=["width", "num_nodes", "max_depth"])
@@ -62,7 +34,7 @@ def _tree_kernel(
     parents_of_candidates_ptr,
     scores_of_candidates_ptr,
     places_ptr,
-    chosen_ptr,
+    order_ptr,
     slots_ptr,
     width,
     num_nodes,
@@ -81,7 +53,7 @@ def _tree_kernel(
         count += tl.sum((place < num_nodes).to(tl.int32), 0)
     n = tl.arange(0, NODES_PADDED)
     inside, is_node = n < num_nodes, n < count
-    column = tl.load(chosen_ptr + r * num_nodes + n, mask=is_node, other=0)
+    column = tl.load(order_ptr + r * width + n, mask=is_node, other=0)
     at = r * width + column
     token = tl.load(of_candidates_ptr + at, mask=is_node, other=0)
     score = tl.load(scores_of_candidates_ptr + at, mask=is_node, other=float("-inf"))
@@ -147,17 +119,16 @@ def best_trees(
         buffers: Where the trees are stored.
     """
     num_reqs, width = candidates.scores.shape
-    parents = candidates.parents
-    places = torch.empty_like(parents)
-    chosen = places.new_empty(num_reqs, num_nodes)
-    _rank_kernel[(num_reqs, triton.cdiv(width, BLOCK))](
-        *(places, chosen, candidates.scores.contiguous(), least, width, num_nodes),
-        BLOCK=BLOCK,
-    )
+    parents, scores = candidates.parents, candidates.scores.contiguous()
+    descending, order = scores.sort(dim=1, descending=True, stable=True)
+    kept = (descending > -torch.inf) & (descending >= least)
+    nodes = torch.arange(width, device=scores.device).clamp_max(num_nodes)
+    nodes = torch.where(kept, nodes, num_nodes)
+    places = torch.empty_like(order).scatter_(1, order, nodes)
     tree = DeviceTree(
-        chosen.new_empty(num_reqs, num_nodes),
-        chosen.new_empty(num_reqs, num_nodes, dtype=torch.int32),
-        candidates.scores.new_empty(num_reqs, num_nodes),
+        order.new_empty(num_reqs, num_nodes),
+        order.new_empty(num_reqs, num_nodes, dtype=torch.int32),
+        scores.new_empty(num_reqs, num_nodes),
         places,
     )
     _tree_kernel[(num_reqs,)](
@@ -165,8 +136,7 @@ def best_trees(
         *(buffers.tokens, buffers.parents, buffers.depths, buffers.bits),
         candidates.tokens.contiguous(),
         parents.contiguous(),
-        candidates.scores.contiguous(),
-        *(places, chosen, slots, width, num_nodes, buffers.max_depth),
+        *(scores, places, order, slots, width, num_nodes, buffers.max_depth),
         ROOT=ROOT,
         NO_NODE=NO_NODE,
         NUM_WORDS=buffers.bits.shape[2],

@@ -1,5 +1,4 @@
-"""The trie union of what several sources have found, a program for each request, and
-what each of them gave its nodes.
+"""The trie union of what several sources have found, a program for each request.
 
 Definition: `merge` of `vllm_specinfer/tree/candidates.py`.
 
@@ -105,36 +104,6 @@ def _union_kernel(
         tl.store(scores_out_ptr + i, score, mask=inside)
 
 
-@triton.jit(do_not_specialize=["width", "num_nodes"])
-def _given_kernel(
-    given_ptr,
-    scores_ptr,
-    columns_ptr,
-    places_ptr,
-    bounds_ptr,
-    width,
-    num_nodes,
-    BLOCK: tl.constexpr,
-):
-    r, q = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    given_ptr += (r * tl.num_programs(1) + q) * num_nodes
-    for begin in range(0, num_nodes, BLOCK):
-        n = begin + tl.arange(0, BLOCK)
-        none = tl.full([BLOCK], float("-inf"), tl.float32)
-        tl.store(given_ptr + n, none, mask=n < num_nodes)
-    # Scores overwrite what other threads have stored.
-    tl.debug_barrier()
-    end = tl.load(bounds_ptr + q + 1)
-    for begin in range(tl.load(bounds_ptr + q), end, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        at = r * width + i
-        score = tl.load(scores_ptr + at, mask=i < end, other=float("-inf"))
-        live = score > float("-inf")
-        column = tl.load(columns_ptr + at, mask=live, other=0)
-        place = tl.load(places_ptr + r * width + column, mask=live, other=num_nodes)
-        tl.store(given_ptr + place, score, mask=place < num_nodes)
-
-
 class Union:
     """Merges candidates of sources whose levels have always the same columns."""
 
@@ -157,7 +126,6 @@ class Union:
             for depth, level in enumerate(levels):
                 bounds[depth, q] = first + torch.tensor(level)
         self._bounds = bounds.to(device)
-        self._of_sources = torch.tensor(self._firsts, dtype=torch.int32).to(device)
         deepest = depths.index(max(depths))
         self._deeper = self._firsts[deepest] + ends[deepest][self._num_levels - 1]
         self._deeper_end = self._firsts[deepest + 1]
@@ -206,13 +174,13 @@ class Union:
             scores: Of all candidates.
         """
         num_reqs, num_nodes = tree.scores.shape
-        num_sources = len(self._of_sources) - 1
+        num_sources = len(self._firsts) - 1
         if num_sources == 1:
             return tree.scores[:, None]
-        given = scores.new_empty(num_reqs, num_sources, num_nodes)
-        _given_kernel[(num_reqs, num_sources)](
-            *(given, scores, columns, tree.places, self._of_sources),
-            *(scores.shape[1], num_nodes),
-            BLOCK=BLOCK,
-        )
-        return given
+        shape = num_reqs, num_sources, num_nodes + 1
+        given = scores.new_full(shape, -torch.inf)
+        for q, (first, end) in enumerate(pairwise(self._firsts)):
+            places = tree.places.gather(1, columns[:, first:end])
+            given[:, q].scatter_(1, places, scores[:, first:end])
+        # Behind the nodes is what became none.
+        return given[:, :, :num_nodes]
