@@ -28,13 +28,9 @@ import commit_cases
 import interpreter
 import tree_attention_cases
 
-from vllm_specinfer.kernels.triton.commit import commit_paths_ref
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.kernels.triton.tiles import rows_per_block
-from vllm_specinfer.kernels.triton.tree_attention import (
-    tree_attention,
-    tree_attention_ref,
-)
+from vllm_specinfer.kernels.triton.tree_attention import tree_attention
 from vllm_specinfer.plots import figure_for
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits
@@ -132,7 +128,7 @@ def _check_replay() -> None:
             getattr(first["tree"], name).copy_(value)
     out.fill_(torch.nan)
     replay()
-    tree_attention_ref(**second, out=expected, chains=True)
+    cases.tree_attention_ref(**second, out=expected, chains=True)
     cases.assert_close(out, expected)
 
 
@@ -160,7 +156,7 @@ def _check_commit(device: str) -> None:
         found, arguments = commit_cases.commit_case(seed, device)
         expected, _ = commit_cases.commit_case(seed, device)
         commit_cases.run(found, arguments)
-        commit_paths_ref(expected, **arguments)
+        commit_cases.commit_paths_ref(expected, **arguments)
         for a, b in zip(found, expected, strict=True):
             assert (
                 a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))

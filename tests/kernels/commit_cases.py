@@ -1,5 +1,6 @@
 """Random accepted paths, and what the Triton kernel makes of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,35 @@ def run(caches: list[torch.Tensor], arguments: dict[str, Any]) -> None:
 
     table = LayerTable.of([*caches, caches[0].view(caches[0].shape)])
     commit_paths(table, **arguments)
+
+
+def commit_paths_ref(
+    kv_caches: Sequence[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    first: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """`commit_paths` in plain torch; all rows are read before any is written."""
+    src, dst = moved_slots(slot_mapping, first, path, count)
+    for cache in {cache.data_ptr(): cache for cache in kv_caches}.values():
+        size = cache.shape[2]
+        moved = cache[src // size, :, src % size]
+        cache[dst // size, :, dst % size] = moved
+
+
+def moved_slots(
+    slot_mapping: torch.Tensor,
+    first: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M] and [M] slots that accepted rows come from and go to."""
+    depths = torch.arange(1, path.shape[1] + 1, device=path.device)
+    accepted = depths <= count[:, None]
+    sources = (first[:, None] + path)[accepted]
+    targets = (first[:, None] + depths)[accepted]
+    return slot_mapping[sources], slot_mapping[targets]
 
 
 def outputs() -> list[list[torch.Tensor]]:

@@ -108,10 +108,8 @@ def attend(
 
 def expected(step: dict[str, Any], **options: Any) -> torch.Tensor:
     """The definition's output for all rows of all requests."""
-    from vllm_specinfer.kernels.triton.tree_attention import tree_attention_ref
-
     out = torch.full_like(step["query"], torch.nan).contiguous()
-    tree_attention_ref(**step, out=out, chains=True, **options)
+    cases.tree_attention_ref(**step, out=out, chains=True, **options)
     return out
 
 

@@ -10,11 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_specinfer.commit.compaction import commit_kv_ref
 from vllm_specinfer.kernels.cpu.page_layout import page_layout
-from vllm_specinfer.kernels.triton.commit import (
-    LayerTable,
-    commit_paths_ref,
-    moved_slots,
-)
+from vllm_specinfer.kernels.triton.commit import LayerTable
 
 current_platform.import_kernels()
 
@@ -37,12 +33,12 @@ def test_paths_move_as_on_the_cpu(tmp_path: Path) -> None:
     num_moved = 0
     for seed, found in zip(cases.SEEDS, outputs, strict=True):
         caches, arguments = cases.commit_case(seed)
-        src, dst = moved_slots(**arguments)
+        src, dst = cases.moved_slots(**arguments)
         num_moved += int((src != dst).sum())
         for cache, of_kernel in zip(caches, found, strict=True):
             if cache.element_size() > 1:
                 assert of_kernel.equal(committed_on_cpu(cache, src, dst))
-        commit_paths_ref(caches, **arguments)
+        cases.commit_paths_ref(caches, **arguments)
         for cache, of_kernel in zip(caches, found, strict=True):
             assert of_kernel.view(torch.uint8).equal(
                 cache.contiguous().view(torch.uint8)

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.tree.rows import TreeRows
 from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
@@ -242,8 +243,51 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
         )
     ours = "num_programs", "row_blocks"
     for_ref = {k: v for k, v in options.items() if k not in ours}
-    kernels.tree_attention_ref(**arguments, out=expected, **for_ref)
+    tree_attention_ref(**arguments, out=expected, **for_ref)
     return found, expected
+
+
+def tree_attention_ref(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree: TreeRows,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    *,
+    window: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    chains: bool = False,
+) -> None:
+    """`tree_attention` in plain torch, for a window of any size."""
+    block_size = kv_cache.shape[2]
+
+    def keys_values(r: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = block_table[r, : -(-length // block_size)].long()
+        positions = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float()
+        key, value = positions.chunk(2, dim=-1)
+        if k_scale is None:
+            return key, value
+        return key * k_scale, value * v_scale
+
+    attend_rows(
+        query,
+        keys_values,
+        out,
+        query_start_loc,
+        seq_lens,
+        tree,
+        scale,
+        softcap,
+        sinks,
+        window,
+        chains,
+    )
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -31,12 +31,11 @@ def steps() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """What xFormers writes, and the definition; NaN where neither does."""
     from vllm_specinfer.kernels import xformers
-    from vllm_specinfer.kernels.triton.tree_attention import tree_attention_ref
 
     query = arguments["query"]
     found, expected = query.new_full((2, *query.shape), torch.nan)
     xformers.tree_attention(**arguments, out=found, **options)
-    tree_attention_ref(**arguments, out=expected, **options)
+    cases.tree_attention_ref(**arguments, out=expected, **options)
     return found, expected
 
 

@@ -1,4 +1,4 @@
-"""Tree attention over vLLM's paged KV cache on a GPU: Triton kernels and definition.
+"""Tree attention over vLLM's paged KV cache on a GPU.
 
 One program attends a block of rows of one request with all query heads of one KV head,
 so that they share its K/V tiles: first the tiles of the context, which every row sees,
@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specinfer.attention.reference import attend_rows
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
 from vllm_specinfer.kernels.triton.splits import (
     MAX_SPLITS,
@@ -452,46 +451,3 @@ def tree_attention(
             **shape,
             MAX_BLOCKS=triton.next_power_of_2(max(num_programs // 2, 1)),
         )
-
-
-def tree_attention_ref(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    out: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    tree: TreeRows,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    *,
-    window: int = 0,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    chains: bool = False,
-) -> None:
-    """`tree_attention` in plain torch, for a window of any size."""
-    block_size = kv_cache.shape[2]
-
-    def keys_values(r: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = block_table[r, : -(-length // block_size)].long()
-        positions = kv_cache[blocks].transpose(1, 2).flatten(0, 1)[:length].float()
-        key, value = positions.chunk(2, dim=-1)
-        if k_scale is None:
-            return key, value
-        return key * k_scale, value * v_scale
-
-    attend_rows(
-        query,
-        keys_values,
-        out,
-        query_start_loc,
-        seq_lens,
-        tree,
-        scale,
-        softcap,
-        sinks,
-        window,
-        chains,
-    )
