@@ -136,27 +136,22 @@ def test_padding_and_moves_in_place_are_skipped(move):
     layer.check_moved(src[2:], dst[2:])
 
 
-def test_layers_whose_caches_are_replaced_move_in_the_new_ones():
+def test_rows_that_do_not_stand_where_they_belong_move_in_all_layers():
     layers = [Layer.make(2, 64, torch.float32, 32) for _ in range(2)]
-    others = [Layer.make(2, 64, torch.bfloat16, 32) for _ in range(2)]
-    served = [SimpleNamespace(kv_cache=x.cache, isa=x.isa) for x in layers]
-    commit = CPUCommit(served)
+    commit = CPUCommit([SimpleNamespace(kv_cache=x.cache, isa=x.isa) for x in layers])
     slots = torch.arange(40, 50)
-    commit(slots, [0], [[2, 3]])
-    moved = torch.tensor([42, 43]), torch.tensor([41, 42])
-    for serves, layer, other in zip(served, layers, others, strict=True):
-        layer.check_moved(*moved)
-        serves.kv_cache, serves.isa = other.cache, other.isa
-    commit(slots, [0], [[2, 3]])
-    for layer in others:
-        layer.check_moved(*moved)
+    commit(slots, [0, 5], [[1], [1, 3, 4]])
+    for layer in layers:
+        layer.check_moved(torch.tensor([48, 49]), torch.tensor([47, 48]))
+    commit(slots, [0], [[1, 2]])
+    for layer in layers:
+        layer.check_moved(slots[:0], slots[:0])
 
 
 def test_nothing_to_move():
     layer = Layer.make(2, 64, torch.float32, 32)
     none = torch.zeros(0, dtype=torch.int64)
     commit_kv([layer.cache], none, none, ["vec"])
-    commit_kv([], torch.tensor([1]), torch.tensor([2]), [])
     layer.check_moved(none, none)
 
 

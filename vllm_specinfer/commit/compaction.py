@@ -3,7 +3,6 @@
 Dimension legend: L layers, M moved tokens, P positions per block.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,11 +22,9 @@ class CPUCommit:
     """Of the layers of one KV cache group, whose caches vLLM's CPU kernels arrange."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """Serve these layers, at least one."""
-        self._layers = layers
-        # The caches that were found last, and what moves K/V in them.
-        self._caches: list[torch.Tensor | None] = [None] * len(layers)
-        self._move = mover([], [])
+        """Serve these layers, at least one; their caches stay where they are."""
+        caches = [layer.kv_cache for layer in layers]
+        self._move = mover(caches, [layer.isa for layer in layers])
 
     def __call__(
         self,
@@ -51,10 +48,6 @@ class CPUCommit:
                     targets.append(root + depth)
         if not sources:
             return
-        caches = [layer.kv_cache for layer in self._layers]
-        if any(map(operator.is_not, caches, self._caches)):
-            self._move = mover(caches, [layer.isa for layer in self._layers])
-            self._caches = caches
         slots = as_array(slot_mapping)
         self._move(*stage(slot_mapping.device, slots[sources], slots[targets]))
 
@@ -63,15 +56,13 @@ def mover(kv_caches: Sequence[torch.Tensor], isas: Sequence[str]) -> Move:
     """What moves K/V in these caches.
 
     Args:
-        kv_caches: L tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; Hkv and
-            D may differ, and a tensor that layers share is moved once.
+        kv_caches: L > 0 tensors [B, Hkv, P, 2 * D] as vLLM hands them to layers; Hkv
+            and D may differ, and a tensor that layers share is moved once.
         isas: L times `layer.isa`, which decides a cache's arrangement.
 
     Raises:
         ValueError: The caches have more than one P.
     """
-    if not kv_caches:
-        return lambda src, dst: None
     block_size = kv_caches[0].shape[2]
     for cache in kv_caches:
         if cache.shape[2] != block_size:
