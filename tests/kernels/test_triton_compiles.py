@@ -117,12 +117,12 @@ def signature_of(kernel, constants: dict, types: dict[str, str]) -> dict[str, st
 KERNELS = [
     (
         tree_attention._tree_attention_kernel,
-        SHAPE | ALL | KERNEL | {"SOFTCAP": True, "SCALES": True, "SPLIT": True},
+        SHAPE | ALL | KERNEL | {"SOFTCAP": True, "SCALES": True},
         {"kv_cache_ptr": "*fp8e4nv", **BLOCKS},
     ),
     (
         tree_attention._tree_attention_kernel,
-        SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False, "SPLIT": False},
+        SHAPE | NONE | KERNEL | {"SOFTCAP": False, "SCALES": False},
         BLOCKS,
     ),
     (splits.join_splits_kernel, SHAPE | ALL | {"MAX_BLOCKS": 128}, BLOCKS),
@@ -254,7 +254,7 @@ def largest_tile(head_size, element, group, target, cache=None, layer=NONE):
     lanes, tile = tiles.tile_shape(512, group, head_size, size)
     constants = SHAPE | layer | KERNEL | {"SCALES": bool(cache)}
     constants |= {"SOFTCAP": layer is ALL}
-    constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size, "SPLIT": True}
+    constants |= {"HEAD_SIZE": head_size, "HEAD_PADDED": head_size}
     constants |= {"BLOCK_M": lanes, "TILE": tile, "NUM_WORDS": 1, "GROUP": group}
     data = {f"{name}_ptr": f"*{element}" for name in ("out", "query")}
     data["kv_cache_ptr"] = f"*{cache or element}"

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from vllm_specinfer.attention.reference import attend_rows
-from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+from vllm_specinfer.kernels.triton.tiles import rows_per_block
 from vllm_specinfer.tree.rows import TreeRows
-from vllm_specinfer.tree.token_tree import ancestor_bits, num_words
+from vllm_specinfer.tree.token_tree import WORD_BITS, ancestor_bits, num_words
 
 RANDOM_SEEDS = range(12)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -234,17 +235,37 @@ def run(arguments: dict[str, Any], options: dict[str, Any]) -> tuple[torch.Tenso
 
     query = arguments["query"]
     found, expected = query.new_full((2, *query.shape), torch.nan)
+    for_ref = {
+        k: v for k, v in options.items() if k not in ("num_programs", "row_blocks")
+    }
+    for_kernel = {k: v for k, v in options.items() if k != "chains"}
+    most_rows = int(arguments["query_start_loc"].diff().max())
+    if "row_blocks" not in options:
+        chains = options.get("chains", False)
+        for_kernel["row_blocks"] = row_blocks_of(arguments, most_rows, chains)
     with mock.patch.object(kernels, "MIN_TILES_PER_SPLIT", 1):
         kernels.tree_attention(
-            **arguments,
-            out=found,
-            **options,
-            max_query_len=int(arguments["query_start_loc"].diff().max()),
+            **arguments, out=found, **for_kernel, max_query_len=most_rows
         )
-    ours = "num_programs", "row_blocks"
-    for_ref = {k: v for k, v in options.items() if k not in ours}
     tree_attention_ref(**arguments, out=expected, **for_ref)
     return found, expected
+
+
+def row_blocks_of(
+    arguments: dict[str, Any], max_query_len: int, chains: bool
+) -> RowBlocks:
+    """Blocks of the rows of a step's trees, and with chains of all other requests."""
+    query, tree = arguments["query"], arguments["tree"]
+    starts, num_kv_heads = arguments["query_start_loc"], arguments["kv_cache"].shape[1]
+    most_rows = min(max_query_len, tree.ancestor_bits.shape[1] * WORD_BITS)
+    rows = rows_per_block(
+        *(most_rows, query.shape[1] // num_kv_heads),
+        *(query.shape[2], query.element_size()),
+    )
+    most = max_row_blocks(len(query), len(starts) - 1, rows)
+    blocks = RowBlocks.room(most, query.device)
+    blocks.fill(starts, rows, tree.is_tree | chains)
+    return blocks
 
 
 def tree_attention_ref(

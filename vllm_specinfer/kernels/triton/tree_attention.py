@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_specinfer.kernels.triton.row_blocks import RowBlocks, max_row_blocks
+from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.kernels.triton.splits import (
     MAX_SPLITS,
     MIN_TILES_PER_SPLIT,
@@ -127,17 +127,14 @@ def _tree_attention_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALES: tl.constexpr,
-    SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_TILES_PER_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_M // GROUP
     count = tl.load(count_ptr)
-    block_of_rows = tl.program_id(0)
-    if SPLIT:
-        splits = num_splits(count, num_programs, MAX_SPLITS)
-        block_of_rows = block_of_rows // splits
+    splits = num_splits(count, num_programs, MAX_SPLITS)
+    block_of_rows = tl.program_id(0) // splits
     if block_of_rows >= count:
         return
     r = tl.load(requests_ptr + block_of_rows)
@@ -153,14 +150,13 @@ def _tree_attention_kernel(
     context = tl.where(is_tree, context, tl.maximum(seq_len - num_rows, 0))
 
     first, of_context, end = tile_bounds(context, seq_len, TILE, NUM_WORDS, WINDOW)
-    if SPLIT:
-        split = tl.program_id(0) % splits
-        per_split = tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
-        alone = per_split >= end - first
-        first += split * per_split
-        end = tl.minimum(first + per_split, end)
-        if (split > 0) & (first >= end):
-            return
+    split = tl.program_id(0) % splits
+    per_split = tiles_per_split(end - first, splits, MIN_TILES_PER_SPLIT)
+    alone = per_split >= end - first
+    first += split * per_split
+    end = tl.minimum(first + per_split, end)
+    if (split > 0) & (first >= end):
+        return
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_PADDED)
@@ -193,10 +189,7 @@ def _tree_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         top = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
-        if SPLIT:  # else the join counts it
-            total += tl.where(alone, 1.0, 0.0)
-        else:
-            total += 1.0
+        total += tl.where(alone, 1.0, 0.0)  # else the join counts it
     pages_ptr = kv_cache_ptr + kv_head * cache_stride_head
     blocks_ptr = block_table_ptr + r * block_table_stride
     t = tl.arange(0, TILE)
@@ -277,18 +270,17 @@ def _tree_attention_kernel(
 
     if SCALES:
         acc *= tl.load(v_scale_ptr)
-    if SPLIT:  # noqa: SIM102  else nobody knows
-        if not alone:
-            program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
-            part = program * BLOCK_M + m
-            tl.store(
-                partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
-                acc,
-                mask=real[:, None],
-            )
-            tl.store(moments_ptr + part * 2, top, mask=real)
-            tl.store(moments_ptr + part * 2 + 1, total, mask=real)
-            return
+    if not alone:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + kv_head
+        part = program * BLOCK_M + m
+        tl.store(
+            partial_ptr + part[:, None] * HEAD_PADDED + d[None, :],
+            acc,
+            mask=real[:, None],
+        )
+        tl.store(moments_ptr + part * 2, top, mask=real)
+        tl.store(moments_ptr + part * 2 + 1, total, mask=real)
+        return
     # Only a row that sees nothing has no weight; it gets zeros.
     attended = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
@@ -313,14 +305,15 @@ def tree_attention(
     sinks: torch.Tensor | None = None,
     *,
     max_query_len: int,
+    row_blocks: RowBlocks,
     window: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    chains: bool = False,
-    row_blocks: RowBlocks | None = None,
     num_programs: int | None = None,
 ) -> None:
-    """Attend the tree rows of a step; other rows of `out` stay as they are.
+    """Attend the rows of some blocks; other rows of `out` stay as they are.
+
+    Those of requests that have no tree are causal ones at their last positions.
 
     Args:
         query: [T, H, D], float32, bfloat16 or float16; rows beyond the last request
@@ -331,19 +324,17 @@ def tree_attention(
         block_table: [R, max_blocks] int32.
         query_start_loc: [R + 1] int32; a request without rows is padding.
         seq_lens: [R] int32, KV positions written per request.
-        tree: What each row sees; a tree has at most 64 * W rows.
+        tree: What each row sees; a request has at most 64 * W rows.
         scale: Of the scores.
         softcap: Cap of the scores, 0 for none.
         sinks: [H] sink logits.
         max_query_len: Upper bound of a request's rows, or what tiles are made for.
+        row_blocks: Which rows; of `rows_per_block` each, with room for no more blocks
+            than there may be.
         window: How many last positions of its path a row sees, 0 for all; at least
             64 * W, so that it never ends among the nodes.
         k_scale: [1] or scalar float32, which K is to be multiplied with.
         v_scale: The same for V; given with `k_scale` or not at all.
-        chains: Attend the rows of other requests, too, as causal rows at their last
-            positions; these may have at most 64 * W rows, as trees.
-        row_blocks: Of `rows_per_block` rows each, with room for no more than there may
-            be; by default those of the step that are to be attended.
         num_programs: Of a KV head, so many fill the device: fewer blocks of rows share
             them; by default `choose_num_programs`.
 
@@ -367,19 +358,12 @@ def tree_attention(
         max_rows * group, group, head_padded, query.element_size()
     )
     rows = block_m // group
-    if row_blocks is None:
-        most_blocks = max_row_blocks(len(query), num_reqs, rows)
-        row_blocks = RowBlocks.room(most_blocks, query.device)
-        attended = torch.ones_like(tree.is_tree) if chains else tree.is_tree
-        row_blocks.fill(query_start_loc, rows, attended)
     most_blocks = len(row_blocks.requests)
     if num_programs is None:
         num_programs = choose_num_programs(num_kv_heads, query.device)
-    partial = moments = None
-    if num_programs > 1:
-        parts = num_programs, num_kv_heads, block_m
-        partial = query.new_empty(*parts, head_padded, dtype=torch.float32)
-        moments = query.new_empty(*parts, 2, dtype=torch.float32)
+    parts = num_programs, num_kv_heads, block_m
+    partial = query.new_empty(*parts, head_padded, dtype=torch.float32)
+    moments = query.new_empty(*parts, 2, dtype=torch.float32)
     shape = {
         "GROUP": group,
         "HEAD_SIZE": head_size,
@@ -425,7 +409,6 @@ def tree_attention(
         BLOCK_SIZE=kv_cache.shape[2],
         SOFTCAP=softcap > 0,
         SCALES=k_scale is not None,
-        SPLIT=num_programs > 1,
         # TF32 would lose what float32 is chosen for.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=8 if block_m >= 128 else 4,
