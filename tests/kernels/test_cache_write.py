@@ -6,7 +6,6 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
 from tests.attention.paged_batch import tiled_layout
@@ -101,15 +100,8 @@ def test_a_slot_behind_the_cache_is_refused():
         write_kv(key, value, cache, slots, isa)
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind", "by_vllm"),
-    [
-        (3, AttentionType.DECODER, False),
-        (MOST_ROWS + 1, AttentionType.DECODER, True),
-        (3, AttentionType.ENCODER_ONLY, True),
-    ],
-)
-def test_a_layer_has_its_rows_written_once(monkeypatch, rows, kind, by_vllm):
+@pytest.mark.parametrize(("rows", "by_vllm"), [(3, False), (MOST_ROWS + 1, True)])
+def test_a_layer_has_its_rows_written_once(monkeypatch, rows, by_vllm):
     stock = []
     monkeypatch.setattr(
         CPUAttentionBackendImpl,
@@ -117,7 +109,6 @@ def test_a_layer_has_its_rows_written_once(monkeypatch, rows, kind, by_vllm):
         lambda self, layer, *args: stock.append(args),
     )
     impl = CPUTreeAttentionImpl.__new__(CPUTreeAttentionImpl)
-    impl.attn_type = kind
     key, value, cache, slots, isa = make(rows, torch.float32)
     before = cache.clone()
     impl.do_kv_cache_update(SimpleNamespace(isa=isa), key, value, cache, slots)

@@ -144,10 +144,6 @@ def left_alone(layer, monkeypatch):
     layer.context.attn_metadata = None
 
 
-def sent_on(layer, monkeypatch):
-    monkeypatch.setattr(compiled_attention, "has_kv_transfer_group", lambda: True)
-
-
 def of_another_backend(layer, monkeypatch):
     monkeypatch.setattr(compiled_attention, "CPUTreeAttentionImpl", int)
 
@@ -169,7 +165,6 @@ def prompts_alone(layer, monkeypatch):
     "case",
     [
         left_alone,
-        sent_on,
         of_another_backend,
         in_another_layout,
         with_a_prompt,

@@ -2,14 +2,11 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 import tree_attention_cases as cases
 from interpreter import outputs_of
 
 from vllm_specinfer.kernels.triton import tiles
-from vllm_specinfer.kernels.triton import tree_attention as kernels
-from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 
 
 def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> None:
@@ -18,16 +15,6 @@ def test_rows_see_their_paths_and_nothing_else_is_written(tmp_path: Path) -> Non
     for found, expected in outputs:
         assert not expected.isnan().all()
         cases.assert_close(found, expected)
-
-
-def test_a_window_that_could_end_among_the_nodes_is_refused() -> None:
-    arguments = cases.step(cases.MIXED, words=2)
-    out = torch.empty_like(arguments["query"])
-    blocks = RowBlocks.room(9, torch.device("cpu"))
-    with pytest.raises(ValueError, match="at least 128 .* got 127"):
-        kernels.tree_attention(
-            **arguments, out=out, max_query_len=9, row_blocks=blocks, window=127
-        )
 
 
 def test_programs_fill_the_device(monkeypatch):

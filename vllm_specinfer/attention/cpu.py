@@ -14,7 +14,6 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionLayer,
-    AttentionType,
     CommonAttentionMetadata,
 )
 from vllm.v1.attention.backends.cpu_attn import (
@@ -217,8 +216,7 @@ class CPUTreeAttentionImpl(MixedAttentionImpl, CPUAttentionBackendImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """As in vLLM; the few rows of a step of trees are written by our kernel."""
-        decodes = self.attn_type == AttentionType.DECODER
-        if not (decodes and write_kv(key, value, kv_cache, slot_mapping, layer.isa)):
+        if not write_kv(key, value, kv_cache, slot_mapping, layer.isa):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
 

@@ -171,17 +171,10 @@ class CUDATreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 
         Args:
             common: As in vLLM.
-            tree: The trees, on the device; no graph reads them, so they stay there.
-
-        Raises:
-            ValueError: A request may have more rows than its bit rows have bits.
+            tree: The trees, on the device; no graph reads them, so they stay there. No
+                request has more rows than these have bits.
         """
         stock, rows = super().build(0, common), common.max_query_len
-        if rows > _most_rows(tree):
-            raise ValueError(
-                f"a request must have at most {_most_rows(tree)} rows with as many "
-                f"bits each; got {rows}"
-            )
         per_request = -(-rows // self._rows_per_block(rows))
         blocks = RowBlocks.uniform(common.num_reqs, per_request, self.device)
         return self._with_trees(stock, tree, blocks, rows)

@@ -12,7 +12,6 @@ from itertools import compress
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.utils.torch_utils import LayerName, _resolve_layer_name
 
@@ -134,8 +133,7 @@ class Passes:
             self._layers.end()
 
     def _passes(self, context: ForwardContext) -> list[Any]:
-        # vLLM's operators know to whom a connector sends K and V.
-        if not isinstance(context.attn_metadata, dict) or has_kv_transfer_group():
+        if not isinstance(context.attn_metadata, dict):
             return []
         groups: dict[tuple[int, int], Any] = {}
         passes = []

@@ -33,14 +33,12 @@ class LayerTable:
 
     @classmethod
     def of(cls, kv_caches: Sequence[torch.Tensor]) -> "LayerTable":
-        """Describe caches [B, Hkv, P, 2 * D]; one that layers share is moved once.
+        """Describe caches [B, Hkv, P, 2 * D], at least one; a shared one moves once.
 
         Raises:
-            ValueError: There are none, they have more than one P, or their K/V is not
-                made of whole words.
+            ValueError: They have more than one P, or their K/V is not made of whole
+                words.
         """
-        if not kv_caches:
-            raise ValueError("KV caches must be one or more; got none")
         sizes = {cache.shape[2] for cache in kv_caches}
         if len(sizes) > 1:
             raise ValueError(f"KV caches must share a block size; got {sorted(sizes)}")

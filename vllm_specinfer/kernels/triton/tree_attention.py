@@ -337,23 +337,14 @@ def tree_attention(
         v_scale: The same for V; given with `k_scale` or not at all.
         num_programs: Of a KV head, so many fill the device: fewer blocks of rows share
             them; by default `choose_num_programs`.
-
-    Raises:
-        ValueError: The window is too small.
     """
     num_reqs, num_kv_heads = len(seq_lens), kv_cache.shape[1]
     head_size, num_words = query.shape[2], tree.ancestor_bits.shape[1]
-    most_rows = num_words * WORD_BITS
-    if 0 < window < most_rows:
-        raise ValueError(
-            f"the sliding window must be at least {most_rows} with trees of up to that "
-            f"many rows; got {window}"
-        )
     if num_reqs == 0:
         return
     group = query.shape[1] // num_kv_heads
     head_padded = triton.next_power_of_2(head_size)
-    max_rows = min(max_query_len, most_rows)
+    max_rows = min(max_query_len, num_words * WORD_BITS)
     block_m, tile = tile_shape(
         max_rows * group, group, head_padded, query.element_size()
     )
