@@ -58,25 +58,6 @@ class Found(NamedTuple):
         return self.parents != NO_NODE
 
 
-class LookupInputs(NamedTuple):
-    """What lookups alone have to know of R requests.
-
-    Attributes:
-        slots: [R] int64 request slots.
-        grows: [R] bool; the others are padding.
-    """
-
-    slots: torch.Tensor
-    grows: torch.Tensor
-
-    @classmethod
-    def padded(cls, slots: np.ndarray, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Values for so many requests, these first."""
-        places = np.zeros(num_reqs, np.int64)
-        places[: len(slots)] = slots
-        return places, np.arange(num_reqs) < len(slots)
-
-
 class AheadDrafter:
     """Drafts by SSMs and heads, by lookups, or by both.
 
@@ -132,8 +113,8 @@ class AheadDrafter:
         self._look_ups: list[tuple[int, StagedBuffers, Captured]] = []
         of_lookups = graph_sizes(len(texts.lengths)) if self._lookups else []
         for size in of_lookups[::-1]:
-            inputs = StagedBuffers(device, *LookupInputs.padded(np.zeros(0, int), size))
-            look_up = self._captured(LookupInputs(*inputs.tensors), [])
+            inputs = StagedBuffers(device, *TreeInputs.padding(size))
+            look_up = self._captured(TreeInputs(*inputs.tensors), [])
             self._look_ups.append((size, inputs, look_up))
 
     def follows(self, slots: np.ndarray) -> bool:
@@ -179,7 +160,9 @@ class AheadDrafter:
         size, inputs, look_up = next(
             of_size for of_size in self._look_ups if of_size[0] >= num_reqs
         )
-        inputs.fill(*LookupInputs.padded(slots, size))
+        grows = np.ones(num_reqs, bool)
+        known = TreeInputs.padding(num_reqs)._replace(slots=slots, grows=grows)
+        inputs.fill(*known.padded(size))
         look_up.replay()
         return self._found(look_up.outputs, num_reqs, [])
 
@@ -204,9 +187,7 @@ class AheadDrafter:
     def _graphs(self, num_reqs: int, draws: bool) -> Sequence[TreeGraphs]:
         return [source.on_device.of(num_reqs, draws) for source in self._ssms]
 
-    def _captured(
-        self, inputs: TreeInputs | LookupInputs, graphs: Sequence[TreeGraphs]
-    ) -> Captured:
+    def _captured(self, inputs: TreeInputs, graphs: Sequence[TreeGraphs]) -> Captured:
         """Lookups, and trees of these requests from them and what SSMs have grown."""
         ends = [source.on_device.ends for source in self._lookups]
         growths = [of_source.growth for of_source in graphs]
