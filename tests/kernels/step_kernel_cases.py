@@ -299,45 +299,30 @@ def post_update(rng: np.random.Generator) -> Outputs:
 
     out: Outputs = {}
     for most in (1, 4):
-        for bins in (None, _ints(rng, 0, 3, M, V)):
-            requests = _requests(rng, 5)
-            requests[2] = -1
-            state = {
-                "computed": _ints(rng, 5, 20, M),
-                "last": _ints(rng, 0, V, M, 1).long(),
-                "tokens": _ints(rng, 0, V, M, LEN),
-                "total": _ints(rng, 5, 20, M),
-            }
-            lengths = rng.integers(most, most + 3, 5)
-            start = _cu(lengths) if rng.integers(0, 4) else None
-            sampled = torch.tensor(rng.integers(0, 9, (5, most)))
-            post_update(
-                requests,
-                state["computed"],
-                state["last"],
-                bins,
-                sampled,
-                _ints(rng, 0, most + 1, 5),
-                _ints(rng, 0, most + 1, 5),
-                start,
-                state["tokens"],
-                state["total"],
-            )
-            if bins is not None:
-                state["bins"] = bins
-            out |= {f"{key} {most} {bins is None}": v for key, v in state.items()}
+        requests = _requests(rng, 5)
+        state = {
+            "computed": _ints(rng, 5, 20, M),
+            "last": _ints(rng, 0, V, M, 1).long(),
+            "tokens": _ints(rng, 0, V, M, LEN),
+            "total": _ints(rng, 5, 20, M),
+            "bins": _ints(rng, 0, 3, M, V),
+        }
+        lengths = rng.integers(most, most + 3, 5)
+        sampled = torch.tensor(rng.integers(0, 9, (5, most)))
+        post_update(
+            requests,
+            state["computed"],
+            state["last"],
+            state["bins"],
+            sampled,
+            _ints(rng, 0, most + 1, 5),
+            _ints(rng, 0, most + 1, 5),
+            _cu(lengths),
+            state["tokens"],
+            state["total"],
+        )
+        out |= {f"{key} {most}": v for key, v in state.items()}
     return out
-
-
-@case
-def post_update_num_computed_tokens(rng: np.random.Generator) -> Outputs:
-    from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
-
-    computed = _ints(rng, 0, 20, M)
-    post_update_num_computed_tokens(
-        _requests(rng, 4), computed, _cu(rng.integers(1, 6, 4))
-    )
-    return {"computed": computed}
 
 
 @case

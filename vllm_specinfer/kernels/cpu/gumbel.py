@@ -40,22 +40,10 @@ def noised_argmax(
         return kernels.gumbel_argmax(
             logits, best, temperatures, seeds, positions, MAX_NOISE
         )
-    values = logits[np.arange(len(logits)), best]
+    values, tokens = logits[np.arange(len(logits)), best], np.arange(logits.shape[1])
     for i in np.flatnonzero(temperatures).tolist():
         row = logits[i] / temperatures[i]
-        seed, position = int(seeds[i]), int(positions[i])
-        best[i], values[i] = _draw(row, int(best[i]), seed, position)
+        row += noise.gumbel_noise(int(seeds[i]), int(positions[i]), tokens)
+        best[i] = row.argmax()
+        values[i] = row[best[i]]
     return best, values
-
-
-def _draw(logits: np.ndarray, best: int, seed: int, pos: int) -> tuple[int, float]:
-    """The draw of one row [V] whose best logit is that of token `best`."""
-    top = logits[best : best + 1]
-    if not np.isfinite(top[0]):
-        return best, float(top[0])
-    bound = top + noise.gumbel_noise(seed, pos, np.array([best]))
-    # Not `>`: of large numbers nothing may be taken away in float32.
-    tokens = np.flatnonzero(logits >= bound - MAX_NOISE)
-    values = logits[tokens] + noise.gumbel_noise(seed, pos, tokens)
-    winner = int(values.argmax())
-    return int(tokens[winner]), float(values[winner])

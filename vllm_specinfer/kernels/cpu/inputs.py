@@ -236,16 +236,16 @@ def get_num_sampled_and_rejected(
 
 
 def post_update(
-    idx_mapping: torch.Tensor,  # [R], negative rows are skipped
+    idx_mapping: torch.Tensor,  # [R]
     num_computed_tokens: torch.Tensor,  # [M]
     last_sampled_tokens: torch.Tensor,  # [M] or [M, 1]
-    output_bin_counts: torch.Tensor | None,  # [M, V]
+    output_bin_counts: torch.Tensor,  # [M, V]
     output_bin_counts_stride: int,
     sampled_tokens: torch.Tensor,  # [R, most sampled]
     sampled_tokens_stride: int,
     num_sampled: torch.Tensor,  # [R]
     num_rejected: torch.Tensor,  # [R]
-    query_start_loc: torch.Tensor | None,  # [R + 1]
+    query_start_loc: torch.Tensor,  # [R + 1]
     all_token_ids: torch.Tensor,  # [M, max_model_len]
     all_token_ids_stride: int,
     total_len: torch.Tensor,  # [M]
@@ -259,37 +259,20 @@ def post_update(
     requests = idx_mapping.tolist()
     counts = num_sampled[: len(requests)].tolist()
     rejected = num_rejected[: len(requests)].tolist()
-    starts = None if query_start_loc is None else query_start_loc.tolist()
+    starts = query_start_loc.tolist()
     sampled = sampled_tokens.numpy()
     last = last_sampled_tokens.view(-1).numpy()
     tokens = all_token_ids.numpy()
     totals, computed = total_len.numpy(), num_computed_tokens.numpy()
     for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-        if request < 0:
-            continue
         if count > 0:
             first = int(totals[request])
             ids = sampled[i, :count]
             tokens[request, first : first + count] = ids
             last[request] = ids[-1]
             totals[request] = first + count
-            if output_bin_counts is not None:
-                np.add.at(output_bin_counts[request].numpy(), ids, 1)
-        scheduled = starts[i + 1] - starts[i] if starts else 0
-        computed[request] += scheduled - rejected[i]
-
-
-def post_update_num_computed_tokens(
-    idx_mapping: torch.Tensor,  # [R]
-    num_computed_tokens: torch.Tensor,  # [M]
-    query_start_loc: torch.Tensor,  # [R + 1]
-    **_: object,
-) -> None:
-    """Count every scheduled token as computed."""
-    idx = idx_mapping.numpy()
-    num_computed_tokens.numpy()[idx] += np.diff(
-        query_start_loc.numpy()[: idx.shape[0] + 1]
-    )
+            np.add.at(output_bin_counts[request].numpy(), ids, 1)
+        computed[request] += starts[i + 1] - starts[i] - rejected[i]
 
 
 def expand_idx_mapping(

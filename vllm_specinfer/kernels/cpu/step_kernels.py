@@ -30,9 +30,6 @@ REPLACEMENTS: dict[str, Callable[..., None]] = {
     ),
     "input_batch.get_num_sampled_and_rejected": inputs.get_num_sampled_and_rejected,
     "input_batch.post_update": inputs.post_update,
-    "input_batch.post_update_num_computed_tokens": (
-        inputs.post_update_num_computed_tokens
-    ),
     "input_batch.expand_idx_mapping": inputs.expand_idx_mapping,
     "block_table.gather_block_tables": block_tables.gather_block_tables,
     "block_table.compute_slot_mappings": block_tables.compute_slot_mappings,
