@@ -59,14 +59,25 @@ def test_requests_that_have_ended_get_no_tree():
     )
     sampled = torch.tensor([2, 2, 2, 2, 2, 0])
     asked = SimpleNamespace(input_batch=batch, states=None, num_sampled=sampled)
-    step = steps._step(asked, WorkerStats())
+    step, decodes_only = steps._step(asked, WorkerStats())
+    assert not decodes_only
     assert step.slots[step.growing].tolist() == [3, 0] and not step.ended
     # Those that have ended alone, and a prompt that has more than a token to come.
     batch.idx_mapping_np, asked.num_sampled = np.array([4, 2, 1, 5]), sampled[2:]
     for max_tokens in (1, 2):
         requests.max_seq_len[5] = 4 + max_tokens
-        step = steps._step(asked, WorkerStats())
+        step, decodes_only = steps._step(asked, WorkerStats())
+        assert not decodes_only
         assert not len(step.growing) and step.ended is (max_tokens == 1)
+    # Without the prompt, behind a request that has just started, and beside a prompt.
+    batch.idx_mapping_np, asked.num_sampled = np.array([4, 2, 1]), sampled[:3]
+    assert steps._step(asked, WorkerStats())[1]
+    steps.start(0, params)
+    assert not steps._step(asked, WorkerStats())[1]
+    asked.num_sampled = sampled[3:]
+    assert not steps._step(asked, WorkerStats())[1]
+    asked.num_sampled = sampled[:3]
+    assert steps._step(asked, WorkerStats())[1]
 
 
 def test_seconds_are_those_of_steps_and_of_drafts():
@@ -95,10 +106,9 @@ def test_seconds_are_those_of_steps_and_of_drafts():
             slots=slots,
             growing=np.arange(num_growing),
             roots=SimpleNamespace(roots=np.zeros(num_growing, np.int64)),
-            decodes_only=decodes_only,
             ended=ended,
         )
-        steps._step = lambda *_, step=step: step
+        steps._step = lambda *_, found=(step, decodes_only): found
         assert steps.draft(asked, WorkerStats(), WorkerStats()).shape == (2, 3)
     observed = [call.args for call in budget.observe_step.call_args_list]
     assert [(rows, has_trees) for rows, _, has_trees in observed] == [

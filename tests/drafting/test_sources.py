@@ -35,7 +35,6 @@ STEP = SimpleNamespace(
     growing=np.array([0]),
     slots=np.array([7]),
     num_tokens=np.array([3]),
-    decodes_only=True,
     ended=False,
     tests_draws=False,
 )

@@ -263,7 +263,6 @@ class AheadSteps:
             growing=none,
             roots=DraftRows.of_roots(self._sampler.sampling_states, none, none),
             all_token_ids=self._prompts,
-            decodes_only=False,
             tests_draws=False,
         )
         if states is not None:

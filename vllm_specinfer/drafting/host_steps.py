@@ -133,8 +133,8 @@ class HostSteps:
         """
         started = time.perf_counter()
         input_batch = asked.input_batch
-        step = self._step(asked, verified)
-        if step.decodes_only:
+        step, decodes_only = self._step(asked, verified)
+        if decodes_only:
             seconds = time.perf_counter() - self._finished_at
             num_rows = input_batch.num_tokens
             trees = num_rows > input_batch.num_reqs
@@ -166,7 +166,13 @@ class HostSteps:
             self._budget.observe_prompts(input_batch.num_reqs, seconds)
         return stage(self._requests.device, drafts)[0][:, : asked.num_nodes]
 
-    def _step(self, asked: DraftRequest, verified: WorkerStats) -> DraftStep:
+    def _step(
+        self, asked: DraftRequest, verified: WorkerStats
+    ) -> tuple[DraftStep, bool]:
+        """What sources are told, and whether the step was one of decoding.
+
+        That is, no request of the batch is inside its prompt or just started.
+        """
         input_batch, states = asked.input_batch, asked.states
         requests, slots = self._requests, input_batch.idx_mapping_np
         total, computed, sampled, positions = read(
@@ -196,7 +202,13 @@ class HostSteps:
             rows = self._rows_that_stay(slots, starts, counts, verified)
             state_starts = np.concatenate([[0], np.cumsum(counts)])
             states = states[stage(requests.device, rows)[0]]
-        return DraftStep(
+        decodes_only = (
+            known
+            and not started
+            and (sampled > 0).all()
+            and input_batch.num_tokens <= len(slots) * (self._trees.num_nodes + 1)
+        )
+        step = DraftStep(
             slots=slots,
             num_tokens=num_tokens,
             growing=growing,
@@ -204,15 +216,12 @@ class HostSteps:
                 self._sampling, slots[growing], num_tokens[growing] - 1
             ),
             all_token_ids=texts,
-            decodes_only=known
-            and not started
-            and (sampled > 0).all()
-            and input_batch.num_tokens <= len(slots) * (self._trees.num_nodes + 1),
             tests_draws=self._tests_draws,
             states=states,
             state_starts=state_starts,
             ended=not goes_on.any(),
         )
+        return step, decodes_only
 
     def _rows_that_stay(
         self,

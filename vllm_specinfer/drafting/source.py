@@ -32,7 +32,6 @@ class DraftStep:
             known token is the root of one, and that no stop token has ended.
         roots: [R] the growing requests' sampling parameters and root positions.
         all_token_ids: [S, max_model_len] int32 tokens of all slots.
-        decodes_only: No request of the batch is inside its prompt or just started.
         tests_draws: Children of sampled requests are tested against what they were
             drawn from (`TESTS_DRAWS`).
         states: [n, D] the target's states of the tokens that it ran in this step and
@@ -46,7 +45,6 @@ class DraftStep:
     growing: np.ndarray
     roots: DraftRows
     all_token_ids: np.ndarray
-    decodes_only: bool
     tests_draws: bool
     states: torch.Tensor | None = None
     state_starts: np.ndarray | None = None

@@ -134,7 +134,6 @@ def replay(
             slots=np.array([request]),
             num_tokens=np.array([1]),
             roots=roots,
-            decodes_only=True,
             ended=False,
             tests_draws=False,
         )
