@@ -87,8 +87,8 @@ class Ssm:
     def keep(self, slot, states):
         self.kept[slot] = states[:, 0].tolist()
 
-    def num_read(self, slots):
-        return np.full(len(slots), 7)
+    def num_unread(self, slots, num_tokens):
+        return int((num_tokens - self.lookahead - 7).sum())
 
     def has_read(self, slot, num_tokens, tokens):
         assert tokens[0] == 100 + slot

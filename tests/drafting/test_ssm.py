@@ -104,7 +104,7 @@ class Engine:
         self.ssm.start(slot, request)
         self.ssm.kv.append(slot, [later])
         counts[slot] = len(blocks)
-        self.num_cached += self.ssm.kv.num_read(np.array([slot]))[0]
+        self.num_cached += self.ssm.kv._num_read[slot]
 
     def step(self, most):
         """Tokens come; the SSM follows them where it may, reads or sits out."""
@@ -182,7 +182,7 @@ def test_what_counts_as_read_is_there(seed):
         engine.step(WINDOW)
         engine.hear(2)
         for slot in range(SLOTS):
-            num_read = engine.ssm.kv.num_read(np.array([slot]))[0]
+            num_read = engine.ssm.kv._num_read[slot]
             assert num_read <= len(engine.texts[slot])
             assert engine.is_read(slot, num_read)
     assert engine.num_followed > 20 and engine.num_partly > 10

@@ -259,6 +259,7 @@ def _generate(job: dict) -> dict:
         "decode_steps": metrics["vllm:inter_token_latency_seconds"],
         "metrics": _tree_metrics(llm),
         "learned": sources and sources.experience.learned(),
+        "ssm_rows": sources and sum(source.ssm.num_rows for source in sources.ssms),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "cache_hits": metrics.get("vllm:prefix_cache_hits", 0),
         "steps_in_flight": core.batch_queue_size,

@@ -133,6 +133,28 @@ def test_a_cached_prompt_that_the_head_sat_out(models):
     check(*engine.run(jobs))
 
 
+def test_a_prompt_that_all_share_is_read_with_its_states(models):
+    """As well as where each has blocks of its own."""
+    start = prompt(4, 0)
+    writer = job(models[:2], None, [{**GREEDY, "max_tokens": 96}], [start])
+    (written,) = engine.run([writer])
+    params = [{**SAMPLED, "seed": i} for i in range(8)]
+    prompts = [start + written["tokens"][0][0]] * 8
+    plain = {**job(models[:2], None, params, prompts), "plain_v2": True}
+    tree = {"tree": "1,1,1"}
+    found = [
+        job(models[:2], tree, params, prompts, enable_prefix_caching=caching)
+        for caching in (True, False)
+    ]
+    plain, shared, alone = engine.run([plain, *found])
+    check(plain, shared)
+    check(plain, alone)
+    assert alone["ssm_rows"] - shared["ssm_rows"] == shared["cache_hits"] == 7 * 96
+    for name in ("drafts", "accepted_per_pos"):
+        assert shared[name] == alone[name]
+    assert alone["accepted"] > 0.3 * alone["drafts"]
+
+
 def llama_weights(config, num_inputs, layer):
     size, heads = config["hidden_size"], config["num_attention_heads"]
     kv = config["num_key_value_heads"] * config["head_dim"]

@@ -239,7 +239,7 @@ class AheadSteps:
             slots, unread = batch.idx_mapping_np, 0
             known = batch.num_computed_tokens_np + batch.num_scheduled_tokens + 1
         ssms = [source.ssm for source in self._sources.ssms]
-        unread += sum(int((known - ssm.kv.num_read(slots)).sum()) for ssm in ssms)
+        unread += sum(ssm.kv.num_unread(slots, known + ssm.lookahead) for ssm in ssms)
         asks = bool(ssms) and (
             self._sources.reading or self._budget.drafts(num_reqs, unread, most=most)
         )

@@ -5,6 +5,9 @@ first `num_read` rows; a growing tree uses the slots after the last row as scrat
 which the next catch-up pass overwrites. Row r of a request reads token r + `lookahead`;
 its K/V is in slot r.
 
+Requests that started together, or while the SSM sat out, may share blocks that it has
+not read: one of them reads these for all.
+
 Dimension legend: S request slots, R requests, F rows of one pass.
 """
 
@@ -47,7 +50,9 @@ class DraftKV:
         self._max_model_len, self._lookahead = max_model_len, lookahead
         max_num_reqs = len(self.blocks.table)
         self._written = WrittenBlocks(num_blocks, self._block_size, max_num_reqs)
-        self._num_read = np.zeros(max_num_reqs, np.int64)
+        self._num_read, self._num_cached = np.zeros((2, max_num_reqs), np.int64)
+        # By block: who reads it, of those that were last asked for.
+        self._readers = np.zeros(num_blocks, np.int64)
         self._follows = np.zeros(max_num_reqs, bool)
 
     def forget(self) -> None:
@@ -58,7 +63,8 @@ class DraftKV:
         """A request starts in a slot; cached blocks may hold the SSM's K/V, too."""
         self._follows[slot] = False
         self.blocks.start(slot, request.block_ids)
-        first, last = self._lookahead, request.num_computed_tokens + self._lookahead
+        self._num_cached[slot] = num_cached = request.num_computed_tokens
+        first, last = self._lookahead, num_cached + self._lookahead
         cached = request.prefill_token_ids[first:last]
         self._num_read[slot] = self._written.start(
             slot, request.block_ids[self._group_id], cached
@@ -80,12 +86,45 @@ class DraftKV:
 
     def num_unread(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
         """Tokens of texts of so many [R] that no pass has read yet."""
-        found = zip(num_tokens.tolist(), self._num_read[slots].tolist(), strict=True)
-        return sum(max(num - self._lookahead - read, 0) for num, read in found)
+        num_rows = num_tokens - self._lookahead
+        _, first = self.unread(slots, num_rows)
+        return int(np.maximum(num_rows - first, 0).sum())
 
-    def num_read(self, slots: np.ndarray) -> np.ndarray:
-        """[R] rows of these requests whose K/V is known to be there."""
-        return self._num_read[slots]
+    def unread(
+        self, slots: np.ndarray, num_rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where each request begins to read, and who reads first.
+
+        vLLM caches blocks before anything is in them: what several requests hold is
+        read for the one that the target computed it for, which holds the fewest cached
+        ones. The others attend to it in the same pass, as in the target's. Where row r
+        reads token r + 1, the last row may have read another text's.
+
+        Args:
+            slots: [R] their slots.
+            num_rows: [R] rows that they read up to.
+
+        Returns:
+            [R] indices of the requests in the order to read them in, [R] first row of
+            each request.
+        """
+        first, cached = self._num_read[slots], self._num_cached[slots]
+        behind = first < cached
+        if not behind.any():
+            return np.arange(len(slots)), first
+        order = np.where(behind, cached, 0).argsort(kind="stable")
+        blocks = np.arange(cached.max() // self._block_size)
+        table = self.blocks.table[slots[order], : len(blocks)]
+        places = np.broadcast_to(np.arange(len(slots))[:, None], table.shape)
+        whole = blocks < (num_rows[order] // self._block_size)[:, None]
+        # Backwards: the last to write here is the first to read.
+        self._readers[table[whole][::-1]] = places[whole][::-1]
+        others = (self._readers[table] != places) | self._written.are_known(table)
+        own = blocks < (first[order] // self._block_size)[:, None]
+        there = np.logical_and.accumulate(own | (whole & others), axis=1).sum(axis=1)
+        there = np.minimum(there * self._block_size, cached[order])
+        first[order] = np.maximum(first[order], there)
+        return order, first
 
     def has_read(self, slot: int, num_tokens: int, tokens: np.ndarray) -> None:
         """The K/V of a request's text, of so many tokens, has been written.

@@ -153,17 +153,18 @@ class NeuralSSM:
         """
         growing = step.growing
         num_rows = step.num_tokens - self.lookahead
-        first = self.kv.num_read(step.slots)
+        order, first = self.kv.unread(step.slots, num_rows)
         # Whoever wants a hidden state runs at least its last token.
         first[growing] = np.minimum(first[growing], num_rows[growing] - 1)
         counts = np.maximum(num_rows - first, 0)
         self.kv.keep_up(step.slots)
-        part = np.flatnonzero(counts)
+        part = order[counts[order] > 0]
         if not len(part):
             return torch.empty(0, 0)
         hidden = self._read(step, part, first[part], counts[part])
-        last = (np.cumsum(counts[part]) - 1)[np.searchsorted(part, growing)]
-        return self._last(hidden, stage(self.device, last)[0])
+        ends = np.zeros(len(counts), np.int64)
+        ends[part] = np.cumsum(counts[part])
+        return self._last(hidden, stage(self.device, ends[growing] - 1)[0])
 
     def is_far_behind(self, step: DraftStep) -> bool:
         """Catching up would take longer than two steps of the target's prompts: all
@@ -173,12 +174,13 @@ class NeuralSSM:
 
     def read_some(self, step: DraftStep) -> None:
         """Run as many of the tokens it has not seen as one such step has time for."""
-        first = self.kv.num_read(step.slots)
-        counts = np.maximum(step.num_tokens - self.lookahead - first, 0)
+        num_rows = step.num_tokens - self.lookahead
+        order, first = self.kv.unread(step.slots, num_rows)
+        counts = np.maximum(num_rows - first, 0)[order]
         ends = np.minimum(np.cumsum(counts), self.rows_per_step)
         counts = np.diff(ends, prepend=0)
-        part = np.flatnonzero(counts)
-        self._read(step, part, first[part], counts[part])
+        part = order[counts > 0]
+        self._read(step, part, first[part], counts[counts > 0])
 
     def _read(
         self, step: DraftStep, part: np.ndarray, first: np.ndarray, counts: np.ndarray

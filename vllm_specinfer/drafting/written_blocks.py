@@ -48,6 +48,10 @@ class WrittenBlocks:
         self.forget(blocks[num_known:])
         return num_known * self._block_size
 
+    def are_known(self, blocks: np.ndarray) -> np.ndarray:
+        """Bool of the same shape: whether the SSM has completed these blocks."""
+        return self._digests[blocks] != _UNKNOWN
+
     def forget(self, blocks: Sequence[int]) -> None:
         """Know nothing about these blocks again: a request has got them."""
         self._digests[list(blocks)] = _UNKNOWN
