@@ -56,6 +56,7 @@ REQUIRED = (
 # Checked by the worker alone: on a CPU these must not be imported before its hooks.
 REQUIRED_IN_WORKER = (
     "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper.cleanup",
+    "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator.broadcast",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
     "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",

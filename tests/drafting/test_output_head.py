@@ -75,7 +75,9 @@ def test_all_ranks_draft_what_the_first_one_does(tmp_path, monkeypatch, content)
     hidden, sent = torch.randint(-8, 9, (5, HIDDEN)) / 8, []
     first = head.likeliest(hidden, 3)
     group = SimpleNamespace(
-        world_size=2, broadcast=lambda mine: sent.append(mine.clone()) or sent[0]
+        world_size=2,
+        device_communicator=None,
+        broadcast=lambda mine: sent.append(mine.clone()) or sent[0],
     )
     monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
     of_ranks = [head.likeliest(rows, 3) for rows in (hidden, -hidden)]
@@ -89,10 +91,49 @@ def test_all_ranks_draft_what_the_first_one_does(tmp_path, monkeypatch, content)
     assert len(sent) == (0 if content is None else 2)  # one of each rank
 
 
+@pytest.mark.parametrize(
+    ("communicator", "sender"),
+    [
+        (SimpleNamespace(disabled=False), "vllm"),
+        (SimpleNamespace(disabled=True), "torch"),
+        (None, "torch"),
+    ],
+)
+def test_vllms_own_binding_of_nccl_sends_where_there_is_one(
+    tmp_path, monkeypatch, communicator, sender
+):
+    head, _ = make(tmp_path, {"tokens": [3, 7]})
+    sent = []
+
+    def by_vllm(tensor, src):
+        assert src == 0 and tensor.is_contiguous() and tensor.dtype == torch.float64
+        sent.append("vllm")
+        tensor[1] = 55  # in place, as NCCL does
+
+    def by_torch(tensor):
+        sent.append("torch")
+        tensor[1] = 55
+        return tensor
+
+    # That of a CPU has none.
+    device_communicator = SimpleNamespace()
+    if communicator is not None:
+        communicator.broadcast = by_vllm
+        device_communicator.pynccl_comm = communicator
+    group = SimpleNamespace(
+        world_size=2, device_communicator=device_communicator, broadcast=by_torch
+    )
+    monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
+    _, tokens = head.likeliest(torch.zeros(1, HIDDEN), 2)
+    assert tokens.tolist() == [[55, 55]] and sent == [sender]
+
+
 def test_what_is_sent_holds_any_token(tmp_path, monkeypatch):
     head, _ = make(tmp_path, {"tokens": [3, 7]})
     head._tokens.copy_(torch.tensor([2**24 + 1, 2**31 - 1]))
-    group = SimpleNamespace(world_size=2, broadcast=lambda tensor: tensor)
+    group = SimpleNamespace(
+        world_size=2, device_communicator=None, broadcast=lambda tensor: tensor
+    )
     monkeypatch.setattr(output_head, "get_tp_group", lambda: group)
     _, tokens = head.likeliest(torch.zeros(1, HIDDEN), 2)
     assert tokens.tolist() == [[2**24 + 1, 2**31 - 1]]

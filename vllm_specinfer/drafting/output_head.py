@@ -125,14 +125,28 @@ class DraftHead:
         values, places = logprobs.topk(count, dim=-1)
         if self._tokens is None:
             return values, places
-        tokens, group = self._tokens[places], get_tp_group()
-        if group.world_size == 1:
+        tokens = self._tokens[places]
+        if get_tp_group().world_size == 1:
             return values, tokens
         # Ranks may have compiled the SSM's last norm in ways that round apart. Both go
         # as one tensor, of a type that holds either's numbers.
         sent = torch.stack([values.double(), tokens.double()])
-        values, tokens = group.broadcast(sent)
+        values, tokens = _of_first_rank(sent)
         return values.float(), tokens.long()
+
+
+def _of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """What the first rank has in it, in place.
+
+    By vLLM's own binding of NCCL where there is one: torch's calls what graphs may not
+    capture (vllm/distributed/device_communicators/pynccl_wrapper.py).
+    """
+    group = get_tp_group()
+    pynccl = getattr(group.device_communicator, "pynccl_comm", None)
+    if pynccl is None or pynccl.disabled:
+        return group.broadcast(tensor)
+    pynccl.broadcast(tensor, 0)
+    return tensor
 
 
 def _multiplied(rows: torch.Tensor) -> tuple[torch.Tensor, Linear]:
