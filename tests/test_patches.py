@@ -66,7 +66,8 @@ print("RESULT", json.dumps([vllm.__file__, result]))
 
 
 def patches_of(release):
-    return sorted((PATCHES / release).glob("*.patch"))
+    files = [*PATCHES.glob("*.patch"), *(PATCHES / release).glob("*.patch")]
+    return sorted(files, key=lambda file: file.name)
 
 
 def apply(folder):

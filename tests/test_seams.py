@@ -67,7 +67,7 @@ def changes(tmp_path, monkeypatch):
     monkeypatch.setattr(seams, "TABLES", tmp_path)
     monkeypatch.setattr(seams, "_names", lambda source: NAMES)
     recorded = seams.record(write(tmp_path / "recorded"))
-    (tmp_path / "vllm-0.33.json").write_text(json.dumps(recorded))
+    seams.write({"0.32": {}, "0.33": recorded})
 
     def compare(old, new, file="vllm/scheduler.py"):
         assert old in TREE[file]
@@ -128,6 +128,33 @@ def test_what_changes_nothing_is_not_reported(changes, old, new):
 )
 def test_what_changes_is_named(changes, old, new, sentence):
     assert sentence in changes(old, new)
+
+
+def test_a_later_release_is_recorded_by_what_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(seams, "TABLES", tmp_path)
+    monkeypatch.setattr(seams, "_names", lambda source: filter(source.find, NAMES))
+    sources = {"0.32": {}, "0.33": {"launch": "start", "append": "insert"}}
+    seams.write(dict.fromkeys(sources, {}))
+    recorded = {}
+
+    def record(release, changed):
+        code = SCHEDULER
+        for old, new in changed.items():
+            code = code.replace(old, new)
+        version = {"vllm/_version.py": f"version = '{release}.1'"}
+        source = write(tmp_path / release, **version, **{"vllm/scheduler.py": code})
+        recorded[release] = seams.record(source)
+        seams.main(str(tmp_path / release))
+
+    for release, changed in sources.items():
+        record(release, changed)
+    assert {r: seams.table(r) for r in recorded} == recorded
+    add = "vllm.scheduler:Scheduler.add"
+    differences = {add: recorded["0.33"][add], "vllm.scheduler:launch": None}
+    assert json.loads((tmp_path / "vllm-0.33.json").read_text()) == differences
+    # Recorded again, an older release leaves the later ones as they are.
+    record("0.32", {"limit: int = 3": "limit: int = 4", "launch": "start"})
+    assert {r: seams.table(r) for r in recorded} == recorded
 
 
 def test_a_method_is_found_in_the_class_that_defines_it(changes):

@@ -2,8 +2,9 @@
 
 ``data/vllm-<release>.json`` holds what the package relies on in one release of vLLM:
 every name it imports, overrides, wraps or replaces, with signature and a hash of the
-code. vLLM is read as text, never imported, so a wheel of another version will do. A
-release is recorded with
+code. The first release's file holds all of it, a later one's what differs from the
+release before, null for what is gone. vLLM is read as text, never imported, so a wheel
+of another version will do. A release is recorded with
 
     python -m vllm_specinfer.seams FOLDER_OR_WHEEL
 
@@ -138,7 +139,10 @@ def compare(source: VllmSource) -> list[str]:
 
 def table(release: str) -> Table:
     """What the package relies on in one of `compat.SUPPORTED`."""
-    return json.loads((TABLES / f"vllm-{release}.json").read_text("utf-8"))
+    merged: dict[str, Seam | None] = {}
+    for known in compat.SUPPORTED[: compat.SUPPORTED.index(release) + 1]:
+        merged |= json.loads(_file(known).read_text("utf-8"))
+    return {name: seam for name, seam in sorted(merged.items()) if seam}
 
 
 def record(source: VllmSource) -> Table:
@@ -154,6 +158,25 @@ def record(source: VllmSource) -> Table:
             raise ValueError(f"vLLM must have {name}; got {source.version} without it")
         recorded[name] = seam
     return recorded
+
+
+def write(tables: dict[str, Table]) -> None:
+    """Write every release's file.
+
+    Args:
+        tables: What the package relies on in each of `compat.SUPPORTED`, in order.
+    """
+    before: Table = {}
+    for release, now in tables.items():
+        names = sorted(before.keys() | now.keys())
+        changed = {n: now.get(n) for n in names if now.get(n) != before.get(n)}
+        text = json.dumps(changed, indent=1)
+        _file(release).write_text(f"{text}\n", "utf-8")
+        before = now
+
+
+def _file(release: str) -> Path:
+    return TABLES / f"vllm-{release}.json"
 
 
 def _differences(release: str, source: VllmSource) -> list[str]:
@@ -294,8 +317,10 @@ def main(path: str) -> None:
         raise SystemExit(f"compat.SUPPORTED must name the release; got {path}")
     for before in compat.SUPPORTED[: compat.SUPPORTED.index(release)][-1:]:
         print(*_differences(before, source), sep="\n")
-    text = json.dumps(record(source), indent=1)
-    (TABLES / f"vllm-{release}.json").write_text(f"{text}\n", "utf-8")
+    # The others stay what they are: a file says what differs from the one before.
+    others = {known: table(known) for known in compat.SUPPORTED if known != release}
+    recorded = others | {release: record(source)}
+    write({known: recorded[known] for known in compat.SUPPORTED})
 
 
 if __name__ == "__main__":
