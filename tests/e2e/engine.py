@@ -263,6 +263,7 @@ def _generate(job: dict) -> dict:
         "preemptions": metrics.get("vllm:num_preemptions", 0),
         "cache_hits": metrics.get("vllm:prefix_cache_hits", 0),
         "steps_in_flight": core.batch_queue_size,
+        "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
         "blocks": manager.block_pool.num_gpu_blocks,
         "free_blocks": manager.block_pool.get_num_free_blocks(),
     }
