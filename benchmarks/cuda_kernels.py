@@ -14,6 +14,8 @@ Without a GPU: TRITON_INTERPRET=1 python benchmarks/cuda_kernels.py --check-only
 
 import argparse
 import csv
+import importlib
+import inspect
 import itertools
 import sys
 import time
@@ -38,6 +40,20 @@ from vllm_specinfer.tree.token_tree import ancestor_bits
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 SIZES = {"nodes": (8, 16, 32, 64), "context": (1024, 4096, 32768), "batch": (1, 8, 32)}
 GOAL = 1.10
+# Kernels whose tests, `test_triton_<name>.py` in `tests/kernels`, run on any device.
+TESTED = (
+    "verification",
+    "coupled",
+    "drawn",
+    "penalties",
+    "lookups",
+    "growth",
+    "trees",
+    "union",
+    "catch_up",
+    "row_blocks",
+    "step_rows",
+)
 CSV_FILE, TABLE_FILE, PLOT_FILE = "attention.csv", "attention.md", "attention.png"
 
 
@@ -75,12 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
 def checks(device: str) -> Iterable[tuple[str, Callable[[], None]]]:
     """Name and call of each check; a call raises where a kernel is wrong."""
     yield "commit", lambda: _check_commit(device)
-    yield "verification", lambda: _check_verification(device)
-    yield "children", lambda: _check_children(device)
-    yield "penalties", lambda: _check_penalties(device)
-    yield "lookups", lambda: _check_lookups(device)
-    yield "trees", lambda: _check_trees(device)
-    yield "rows", lambda: _check_rows(device)
+    for name in TESTED:
+        yield name, lambda name=name: _check_tests(name, device)
     steps = [tree_attention_cases.small_steps()]
     if device == "cuda":
         yield "tree attention, replayed", _check_replay
@@ -168,69 +180,19 @@ def _check_commit(device: str) -> None:
             ), f"seed {seed}"
 
 
-def _check_children(device: str) -> None:
-    import coupled_cases
-    import drawn_cases
-    import test_triton_coupled
-    import test_triton_drawn
-
-    test_triton_coupled.check(coupled_cases.outputs(device))
-    test_triton_drawn.check(drawn_cases.outputs(device))
-
-
-def _check_penalties(device: str) -> None:
-    import penalties_cases
-    import test_triton_penalties as tests
-
-    tests.check(penalties_cases.outputs(device))
-
-
-def _check_trees(device: str) -> None:
-    import growth_cases
-    import test_triton_growth
-    import test_triton_trees
-    import test_triton_union
-    import trees_cases
-    import union_cases
-
-    test_triton_growth.check(growth_cases.outputs(device))
-    test_triton_trees.check(trees_cases.outputs(device))
-    test_triton_union.check(union_cases.outputs(device))
-
-
-def _check_rows(device: str) -> None:
-    import catch_up_cases
-    import row_blocks_cases
-    import step_rows_cases
-    import test_triton_catch_up
-    import test_triton_row_blocks
-    import test_triton_step_rows
-
-    test_triton_catch_up.check(catch_up_cases.outputs(device))
-    test_triton_row_blocks.check(row_blocks_cases.outputs(device))
-    outputs = step_rows_cases.outputs(device)
-    test_triton_step_rows.test_rows_positions_and_walked_trees_are_the_hosts(outputs)
-
-
-def _check_verification(device: str) -> None:
-    import test_triton_verification as tests
-    import verification_cases
-
-    outputs = verification_cases.outputs(device)
-    tests.test_draws_are_tested_as_the_definition_says(outputs)
-    tests.test_walks_follow_the_targets_tokens(outputs)
-
-
-def _check_lookups(device: str) -> None:
-    import lookup_cases
-    import test_triton_lookups as tests
-
-    outputs = lookup_cases.outputs(device)
-    tests.test_the_device_finds_what_the_host_finds(outputs)
-    tests.test_the_device_finds_what_random_texts_seldom_have(outputs)
-    tests.test_texts_that_ended_count_against_those_that_went_on(outputs)
-    tests.test_forgotten_texts_come_back_where_they_are_looked_up_in_again(outputs)
-    tests.test_n_grams_are_the_hosts(outputs)
+def _check_tests(name: str, device: str) -> None:
+    """All that a kernel's tests ask of the outputs of their cases."""
+    tests = importlib.import_module(f"test_triton_{name}")
+    checks = [
+        function
+        for _, function in inspect.getmembers(tests, inspect.isfunction)
+        if list(inspect.signature(function).parameters) == ["outputs"]
+    ]
+    if not checks:
+        raise ValueError(f"{tests.__name__} must have a function of `outputs` alone")
+    outputs = tests.cases.outputs(device)
+    for check in checks:
+        check(outputs)
 
 
 # Times.

@@ -94,6 +94,12 @@ def test_all_prompts_are_compared(tiny, monkeypatch, capsys):
         assert float(found[1]) > 1.3
 
 
+def test_kernels_whose_tests_ask_nothing_of_their_outputs_are_not_right():
+    script = runpy.run_path(str(ROOT / "benchmarks" / "cuda_kernels.py"))
+    with pytest.raises(ValueError, match="must have a function of `outputs` alone"):
+        script["_check_tests"]("tree_attention", "cpu")
+
+
 def test_time_inside_watched_calls_is_not_their_callers(monkeypatch):
     with mock.patch.dict(os.environ):
         script = runpy.run_path(str(ROOT / "benchmarks" / "step_profile.py"))
