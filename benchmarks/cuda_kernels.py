@@ -13,7 +13,6 @@ Without a GPU: TRITON_INTERPRET=1 python benchmarks/cuda_kernels.py --check-only
 """
 
 import argparse
-import csv
 import importlib
 import inspect
 import itertools
@@ -30,6 +29,7 @@ import commit_cases
 import interpreter
 import tree_attention_cases
 
+from vllm_specinfer.evidence.tables import markdown, write_csv
 from vllm_specinfer.kernels.triton.row_blocks import RowBlocks
 from vllm_specinfer.kernels.triton.tiles import rows_per_block
 from vllm_specinfer.kernels.triton.tree_attention import tree_attention
@@ -381,18 +381,16 @@ def write(rows: list[dict[str, float]], out: Path) -> str:
         What is in the Markdown file.
     """
     others = list(COLUMNS)[1:]
-    with (out / CSV_FILE).open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*SIZES, *COLUMNS])
-        writer.writeheader()
-        writer.writerows(rows)
+    empty = dict.fromkeys([*SIZES, *COLUMNS])
+    write_csv(out / CSV_FILE, [empty | row for row in rows])
     heads = [*SIZES, *COLUMNS, *(f"tree/{name}" for name in others)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    table = []
     for row in rows:
         cells = [str(row[name]) for name in SIZES]
         cells += [f"{row[name]:.1f}" if name in row else "" for name in COLUMNS]
         cells += [f"{r:.2f}" if (r := _ratio(row, n)) else "" for n in others]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("\nMicroseconds per layer.")
+        table.append(cells)
+    lines = [markdown(heads, table), "Microseconds per layer."]
     for name, goal in zip(others, (GOAL, 1.0, 1.0), strict=True):
         ratios = [r for row in rows if (r := _ratio(row, name))]
         within = sum(r <= goal for r in ratios)
