@@ -101,3 +101,32 @@ def test_checkpoints_of_other_batches_are_not_gone_on_from(tmp_path):
     assert len(whole) == 30
     # Every third step is written down.
     assert killed[:9] + killed[11:] == whole
+
+
+def fitted_by_another_optimizer(folder):
+    """What makes the optimizer gets, the weights before and after, and the losses."""
+    module, given = torch.nn.Linear(1, 1), []
+    before = module.weight.tolist()
+
+    def still(module, *numbers):
+        given.append(numbers)
+        return torch.optim.SGD(module.parameters(), lr=0.0)
+
+    def loss(module, inputs):
+        return module(inputs["x"]).sum() * 0 + 2
+
+    def collate(rows):
+        return {"x": torch.ones(len(rows), 1)}
+
+    settings = Training("", "", epochs=1, batch_size=2, learning_rate=0.5)
+    losses = fit(module, loss, Rows(), collate, settings, folder, still)
+    return given, before, module.weight.tolist(), losses
+
+
+def test_another_optimizer_makes_the_steps(tmp_path):
+    env = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    given, before, after, losses = processes.call(
+        fitted_by_another_optimizer, tmp_path / "run", **env
+    )
+    assert given == [(0.5, 0.01)] and before == after
+    assert losses == [(step, 2.0) for step in range(1, 6)]

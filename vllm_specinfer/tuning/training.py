@@ -76,7 +76,6 @@ def fit(
     check_disk(folder, size * CHECKPOINT_COPIES - written)
     memory = FreedMemory()
     steps = max(1, len(data) * settings.epochs // settings.batch_size)
-    losses = _Losses()
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=settings.epochs,
@@ -98,18 +97,22 @@ def fit(
     # On one GPU: the Trainer would copy the module to all that there are.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
+    optimizer = make_optimizer and make_optimizer(
+        module, arguments.learning_rate, arguments.weight_decay
+    )
     trainer = _LossTrainer(
         model=module,
         args=arguments,
         train_dataset=data,
         data_collator=collate,
-        callbacks=[losses, memory],
+        optimizers=(optimizer, None),
+        callbacks=[memory],
         loss=loss,
         lengths=data.lengths,
-        make_optimizer=make_optimizer,
     )
     trainer.train(resume_from_checkpoint=begun)
-    return losses.rows
+    logged = (row for row in trainer.state.log_history if "loss" in row)
+    return [(row["step"], row["loss"]) for row in logged]
 
 
 class FreedMemory(TrainerCallback):
@@ -162,44 +165,19 @@ class _ByLength(LengthGroupedSampler):
 
 class _LossTrainer(Trainer):
     def __init__(
-        self,
-        *args: Any,
-        loss: Loss,
-        lengths: list[int],
-        make_optimizer: MakeOptimizer | None,
-        **kwargs: Any,
+        self, *args: Any, loss: Loss, lengths: list[int], **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._loss, self._lengths = loss, lengths
-        self._make_optimizer = make_optimizer
 
     def _get_train_sampler(self, *args: Any) -> LengthGroupedSampler:
         # The Trainer's own one reads every row to find out its length.
         return _ByLength(self.args.train_batch_size, self._lengths, self.args.seed)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self._make_optimizer is None:
-            return super().create_optimizer(model)
-        self.optimizer = self._make_optimizer(
-            self.model, self.args.learning_rate, self.args.weight_decay
-        )
-        return self.optimizer
-
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         return self._loss(model, inputs)
-
-
-class _Losses(TrainerCallback):
-    """Notes the training loss of each logged step."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logged = [r for r in state.log_history if "loss" in r]
-        self.rows = [(r["step"], r["loss"]) for r in logged]
 
 
 def _is_json(file: Path) -> bool:
