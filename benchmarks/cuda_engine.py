@@ -174,7 +174,7 @@ def _machine() -> dict[str, Any]:
         "devices": list(devices),
         "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "cuda": torch.version.cuda,
-        **made_by(sys.argv),
+        **made_by(),
     }
 
 

@@ -261,7 +261,7 @@ def _speed(args: argparse.Namespace, configs: dict[str, dict[str, Any]]) -> str:
         engine={"dtype": args.dtype},
         starts=1,
     )
-    return bench(args.out / "speed", settings, ["benchmarks/cuda_engine.py"])
+    return bench(args.out / "speed", settings)
 
 
 def _step_seconds(

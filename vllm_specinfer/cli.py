@@ -143,13 +143,13 @@ def _tune(args: argparse.Namespace) -> int:
     if args.type == "eagle3":
         from vllm_specinfer.tuning.head import tune_head
 
-        rates = tune_head(args.out, wanted, sys.argv)
+        rates = tune_head(args.out, wanted)
         shown = ", ".join(f"{rate:.3f}" for rate in rates)
         print(f"validation tokens hit first, by depth: {shown}")
     else:
         from vllm_specinfer.tuning.pool import tune
 
-        tune(args.out, wanted, sys.argv)
+        tune(args.out, wanted)
     print(
         f"{args.type} in {args.out}; use it as --speculative-config "
         f'\'{{"method": "specinfer", "model": "{args.out}"}}\''

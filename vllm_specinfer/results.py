@@ -1,8 +1,8 @@
 """How results are written: as a whole, and with the versions that they depend on."""
 
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def made_by(command: Sequence[str]) -> dict[str, Any]:
-    """A command line, and the versions of the packages that a result depends on."""
+def made_by() -> dict[str, Any]:
+    """The command line, and the versions of the packages that a result depends on."""
     found = {package: version_of(package) for package in PACKAGES}
     versions = {package: v for package, v in found.items() if v is not None}
-    return {"command": list(command), "versions": versions}
+    return {"command": sys.argv, "versions": versions}
 
 
 def write_json(file: Path, content: object) -> None:

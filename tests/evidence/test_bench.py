@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,7 @@ def test_a_bench_that_is_cut_off_has_its_finished_cells(monkeypatch, tmp_path):
             one = measured([1.0], [10 * turn], [[1]], {1: 10})
             yield cell, {name: one for name in engines}
 
+    monkeypatch.setattr(sys, "argv", ["bench"])
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "start_method", lambda *_: None)
     monkeypatch.setattr(bench, "load_prompts", lambda settings: {})
@@ -190,7 +192,7 @@ def test_a_bench_that_is_cut_off_has_its_finished_cells(monkeypatch, tmp_path):
     config = {"ours": {"method": "specinfer"}}
     settings = bench.BenchSettings("", config, ["p"], batches=[1, 2], starts=2)
     with pytest.raises(KeyboardInterrupt):
-        bench.bench(tmp_path, settings, ["bench"])
+        bench.bench(tmp_path, settings)
     # Both cells of the first start, the first one of the second.
     assert [
         (r["batch"], r["method"], r["tokens"]) for r in rows_of(tmp_path / "turns.csv")

@@ -146,15 +146,15 @@ def test_what_would_be_refused_after_hours_is_refused_at_once(tmp_path, monkeypa
         (few_rows, "must go from 1 to 9 rows; got 1 to 8"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            scheduler.scheduler([answers], "", "1", 0, costs, 8, tmp_path, [])
+            scheduler.scheduler([answers], "", "1", 0, costs, 8, tmp_path)
     with pytest.raises(ValueError, match="one SSM and nothing beside it; got suffix"):
-        table1.table1(answers, "suffix", 5, tmp_path, [])
+        table1.table1(answers, "suffix", 5, tmp_path)
     with pytest.raises(ValueError, match="pools must have distinct names; got x, x"):
         steps.ssms(answers, ["a/x", "b/x"], 8)
     ranks = {"tensor_parallel_size": 2}
     two = replace(answers, engine=ranks)
     for call in (
-        lambda: record(tmp_path / "new", two, "", "1", 0.0, []),
+        lambda: record(tmp_path / "new", two, "", "1", 0.0),
         lambda: next(memory.memory("", "", [1], [1], ranks)),
     ):
         with pytest.raises(ValueError, match="tensor_parallel_size must be 1 .* got 2"):
@@ -184,7 +184,7 @@ def test_engines_of_a_regime_run_alone_and_in_turn(tmp_path, monkeypatch):
     monkeypatch.setattr(regimes, "load_prompts", lambda settings: {})
     configs = {"specinfer": {"method": "specinfer", "model": "ngram"}}
     settings = BenchSettings("target", configs, ["prompts"], starts=2)
-    ((first,), (row,)) = regimes.compare(tmp_path, settings, ["x"])
+    ((first,), (row,)) = regimes.compare(tmp_path, settings)
     assert (first["plain tokens/s"], first["ratio"]) == (1, 3)
     assert started == ["plain", "specinfer"] * 2
     assert (row["plain tokens/s"], row["specinfer tokens/s"]) == (1.5, 4.5)
@@ -238,7 +238,7 @@ def asked(monkeypatch):
     """What `tp` and `offload` would compare; answers the rows of a table."""
     found = []
 
-    def compare(out, settings, command):
+    def compare(out, settings):
         found.append(settings)
         yield [{"temperature": 0.0, "batch": b, "ratio": 1.0} for b in (1, 4)]
 

@@ -35,7 +35,7 @@ def test_a_server_answers_all_prompts(tiny, tmp_path, monkeypatch):
         ignore_eos=True,
         engine=json.loads(tiny["engine"]),
     )
-    table = bench_served(tmp_path, settings, ["bench"])
+    table = bench_served(tmp_path, settings)
     assert table == (tmp_path / "served.md").read_text()
     with (tmp_path / "served.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))

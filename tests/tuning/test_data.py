@@ -49,7 +49,7 @@ def prepared(folder, target, lines, **settings):
     (folder / "prompts.txt").write_text("\n".join(lines))
     settings = Training(str(target), str(folder / "prompts.txt"), **settings)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    return prepare(folder / "out", settings, [], tokenizer)
+    return prepare(folder / "out", settings, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_a_run_goes_on_where_templates_write_another_date(tmp_path):
     chats = [[{"role": "user", "content": text}] for text in "!#"]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     settings = PoolSettings(target, str(file))
-    open_folder(out, settings, [], tokenizer.get_vocab())
+    open_folder(out, settings, tokenizer.get_vocab())
     # Yesterday's.
     samples = [{"prompt": [9, token], "answer": [4]} for token in (1, 3)]
     (out / SAMPLES_FILE).write_text("".join(json.dumps(s) + "\n" for s in samples))
     np.zeros(2, LABEL).tofile(out / LABELS_FILE)
     tokenizer.chat_template = "8" + tokenizer.chat_template
-    found = prepare(out, settings, [], tokenizer)
+    found = prepare(out, settings, tokenizer)
     assert [s.prompt for s in found.validation + found.training] == [[9, 1], [9, 3]]
 
 
@@ -122,10 +122,10 @@ def test_texts_of_another_tokenizer_or_target_are_not_gone_on_with(tmp_path):
 
     def go_on(target):
         tokenizer = AutoTokenizer.from_pretrained(target)
-        return prepare(out, PoolSettings(str(target), str(file)), [], tokenizer)
+        return prepare(out, PoolSettings(str(target), str(file)), tokenizer)
 
     tokens = AutoTokenizer.from_pretrained(folders[0]).get_vocab()
-    open_folder(out, PoolSettings(folders[0], str(file)), [], tokens)
+    open_folder(out, PoolSettings(folders[0], str(file)), tokens)
     samples = [{"prompt": [token], "answer": [4]} for token in (1, 3)]
     (out / SAMPLES_FILE).write_text("".join(json.dumps(s) + "\n" for s in samples))
     np.zeros(2, LABEL).tofile(out / LABELS_FILE)
@@ -144,8 +144,8 @@ def test_texts_of_another_tokenizer_or_target_are_not_gone_on_with(tmp_path):
 @pytest.mark.parametrize(
     "begin",
     [
-        lambda target, out: tune(out, PoolSettings(target, "none", hidden=160), []),
-        lambda target, out: tune_head(out, HeadSettings(target, "none"), []),
+        lambda target, out: tune(out, PoolSettings(target, "none", hidden=160)),
+        lambda target, out: tune_head(out, HeadSettings(target, "none")),
     ],
 )
 def test_targets_that_transformers_cannot_read_are_refused(
@@ -174,7 +174,7 @@ def test_bases_that_transformers_cannot_read_are_refused(tmp_path):
     base = str(tmp_path / "base")
     LlavaConfig().save_pretrained(base)
     with pytest.raises(ValueError, match="the base must be .* model; got 'llava'"):
-        tune(tmp_path / "out", PoolSettings(target, "none", base=base), [])
+        tune(tmp_path / "out", PoolSettings(target, "none", base=base))
 
 
 def test_heads_are_for_language_models_alone(tmp_path):
@@ -182,4 +182,4 @@ def test_heads_are_for_language_models_alone(tmp_path):
     add_tokenizer(target)
     Gemma4Config().save_pretrained(target)
     with pytest.raises(ValueError, match="alone; got 'gemma4' with other parts"):
-        tune_head(tmp_path / "out", HeadSettings(target, "none"), [])
+        tune_head(tmp_path / "out", HeadSettings(target, "none"))

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -27,11 +28,11 @@ def test_what_a_kill_left_of_the_first_file_is_in_nobodys_way(tmp_path):
     left = out / ".left" / SETTINGS_FILE
     left.parent.mkdir(parents=True)
     left.touch()
-    open_folder(out, settings, [], {})
+    open_folder(out, settings, {})
     assert (out / SETTINGS_FILE).is_file()
     (out / SETTINGS_FILE).rename(out / "mine.txt")
     with pytest.raises(ValueError, match="must be empty or begun before"):
-        open_folder(out, settings, [], {})
+        open_folder(out, settings, {})
 
 
 def test_prompts_may_change_until_something_is_made_of_them(tmp_path):
@@ -39,23 +40,24 @@ def test_prompts_may_change_until_something_is_made_of_them(tmp_path):
     settings = PoolSettings(target="target", prompts=str(file))
     for content in ("one\n", "one\ntwo\n"):
         file.write_text(content)
-        open_folder(out, settings, [], {})
+        open_folder(out, settings, {})
     (out / "samples.jsonl").touch()
-    open_folder(out, settings, [], {})
+    open_folder(out, settings, {})
     with file.open("a") as prompts:
         prompts.write("three\n")
     with pytest.raises(ValueError, match="must be as it was when .* was begun; got"):
-        open_folder(out, settings, [], {})
+        open_folder(out, settings, {})
 
 
-def test_what_only_takes_memory_or_adds_ssms_may_change(tmp_path, capsys):
+def test_what_only_takes_memory_or_adds_ssms_may_change(tmp_path, monkeypatch, capsys):
     (tmp_path / "prompts").write_text("one\n")
     shutil.copy(tmp_path / "prompts", tmp_path / "copy")
     out = tmp_path / "out"
 
     def go_on(**changes):
         wanted = {"target": "target", "prompts": str(tmp_path / "prompts"), **changes}
-        open_folder(out, PoolSettings(**wanted), [str(changes)], {})
+        monkeypatch.setattr(sys, "argv", [str(changes)])
+        open_folder(out, PoolSettings(**wanted), {})
         return json.loads((out / SETTINGS_FILE).read_text())
 
     begun = go_on(engine={"dtype": "float32", "max_num_seqs": 64})
@@ -79,7 +81,7 @@ def test_nobody_else_tunes_in_a_folder(tmp_path):
     settings = PoolSettings(target="target", prompts=str(tmp_path / "prompts"))
     one, two = tmp_path / "one", tmp_path / "two"
     for _ in range(2):
-        open_folder(one, settings, [], {})
+        open_folder(one, settings, {})
     folder = os.open(one, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,10 +89,10 @@ def test_nobody_else_tunes_in_a_folder(tmp_path):
     folder = os.open(two, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match="two must have one command at a time; got"):
-        open_folder(two, settings, [], {})
+        open_folder(two, settings, {})
     assert not any(two.iterdir())
     os.close(folder)
-    open_folder(two, settings, [], {})
+    open_folder(two, settings, {})
 
 
 def test_engines_have_the_arguments_that_may_change():

@@ -338,11 +338,11 @@ def test_any_prompts_are_read_or_refused_in_one_sentence(tokenizer, tmp_path, li
 
 def test_files_of_an_earlier_run_are_refused_where_they_are_broken(target, tmp_path):
     wanted = PoolSettings(*target)
-    open_folder(tmp_path, wanted, [], {})
+    open_folder(tmp_path, wanted, {})
     for content in ("", "[]", '{"settings": 1}'):
         (tmp_path / "tuning.json").write_text(content)
         with pytest.raises(ValueError, match="must be as it was written; got"):
-            open_folder(tmp_path, wanted, [], {})
+            open_folder(tmp_path, wanted, {})
     for content in ("text\n", '{"prompt": [1]}\n', "3\n"):
         (tmp_path / "samples.jsonl").write_text(content)
         with pytest.raises(ValueError, match="must be as it was written; got"):
@@ -369,9 +369,9 @@ def test_other_input_is_refused_and_what_is_there_stays(
 ):
     out, vocab = tmp_path / "pool", tokenizer.get_vocab()
     other = PoolSettings(*target, hidden=160, engine={"dtype": "float32"})
-    open_folder(out, other, [], vocab)
+    open_folder(out, other, vocab)
     # Nothing has been made with them.
-    open_folder(out, PoolSettings(*target, hidden=160), [], vocab)
+    open_folder(out, PoolSettings(*target, hidden=160), vocab)
     (out / "samples.jsonl").touch()
     begun = (out / "tuning.json").read_bytes()
     refused = {
@@ -408,13 +408,13 @@ def test_two_prompts_must_have_continuations(target, tokenizer, tmp_path):
     settings = PoolSettings(*target, max_prompts=2)
     first, second = read_prompts(Path(settings.prompts), tokenizer)[:2]
     samples = [{"prompt": first, "answer": [1]}, {"prompt": second, "answer": []}]
-    open_folder(tmp_path, settings, [], tokenizer.get_vocab())
+    open_folder(tmp_path, settings, tokenizer.get_vocab())
     labels = np.zeros(1, LABEL)
     labels.tofile(tmp_path / LABELS_FILE)
     lines = "".join(json.dumps(sample) + "\n" for sample in samples)
     (tmp_path / "samples.jsonl").write_text(lines)
     with pytest.raises(ValueError, match="must continue at least two .* got 1"):
-        prepare(tmp_path, settings, [], tokenizer)
+        prepare(tmp_path, settings, tokenizer)
 
 
 def test_an_ssm_that_marks_nothing_is_the_last(target, tokenizer, tmp_path, capsys):

@@ -17,7 +17,7 @@ import collections
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,12 @@ class BenchSettings:
 Prompts = dict[str, list[list[int]]]
 
 
-def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
+def bench(out: Path, settings: BenchSettings) -> str:
     """Measure all cells and write tables and pictures, anew after each cell.
 
     Args:
         out: The folder.
         settings: What to compare.
-        command: The command line, for the record.
 
     Returns:
         The Markdown table.
@@ -135,7 +134,7 @@ def bench(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
     """
     prompts = load_prompts(settings)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "bench.json", circumstances(settings, command))
+    write_json(out / "bench.json", circumstances(settings))
     results: Results = {}
     for start in range(settings.starts):
         arguments = settings, prompts, start, results, out
@@ -166,11 +165,11 @@ def load_prompts(settings: BenchSettings) -> Prompts:
     return prompts
 
 
-def circumstances(settings: BenchSettings, command: Sequence[str]) -> dict[str, Any]:
+def circumstances(settings: BenchSettings) -> dict[str, Any]:
     """What a comparison depends on, for the record."""
     return {
         "settings": asdict(settings),
-        **made_by(command),
+        **made_by(),
         "cpu": cpuinfo.get_cpu_info().get("brand_raw"),
         "cores": os.cpu_count(),
     }

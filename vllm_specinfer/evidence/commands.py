@@ -1,7 +1,6 @@
 """The command lines of `record`, `simulate`, `fit-scheduler` and `bench`."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +136,7 @@ def _record(args: argparse.Namespace) -> int:
     from vllm_specinfer.evidence.record import record
 
     steps, level_seconds = record(
-        *(args.out, answers, args.ssm, args.tree, args.temperature, sys.argv),
+        *(args.out, answers, args.ssm, args.tree, args.temperature),
         args.costs_out,
     )
     costs = ""
@@ -283,7 +282,6 @@ def _fit_scheduler(args: argparse.Namespace) -> int:
         sizes=args.sizes,
         costs=costs_of(args),
         num_nodes=args.nodes or DEFAULT_NUM_SPECULATIVE_TOKENS,
-        command=sys.argv,
     )
     print(f"\n{fitted.text}\npredictor in {args.out}, tables and a picture beside it")
     return 0
@@ -409,6 +407,6 @@ def _bench(args: argparse.Namespace) -> int:
         max_turns=args.max_turns,
     )
     compare = bench_served if args.served else bench
-    print(compare(args.out, settings, sys.argv))
+    print(compare(args.out, settings))
     print(f"tables and pictures in {args.out}")
     return 0

@@ -213,7 +213,6 @@ def fit_scheduler(
     sizes: Sequence[int],
     costs: Costs | None,
     num_nodes: int,
-    command: Sequence[str],
 ) -> Fitted:
     """Fit a predictor and say what it is worth on held-out prompts.
 
@@ -225,7 +224,6 @@ def fit_scheduler(
         sizes: Further sizes to compare.
         costs: What steps take, to compare schedulers; None to leave that out.
         num_nodes: Most nodes of a tree there.
-        command: The command line, for the record.
 
     Raises:
         ValueError: A trace is none or too short, or the costs do not reach far enough.
@@ -241,7 +239,7 @@ def fit_scheduler(
             )
     held_out = [held_out_steps(trace) for trace in whole]
     predictor, rows = _fitted(whole, np.concatenate(held_out), size, sizes, out)
-    about = {"traces": [trace.about for trace in whole], **made_by(command)}
+    about = {"traces": [trace.about for trace in whole], **made_by()}
     write_json(out, {"predictor": predictor.learned(), "about": about})
     write_csv(out.with_suffix(TABLE), rows)
     text, schedulers = markdown_of(rows), []

@@ -116,7 +116,6 @@ def record(
     ssm: str,
     tree: str,
     temperature: float,
-    command: Sequence[str],
     costs: Path | None = None,
 ) -> tuple[str, float]:
     """Answer prompts with a wide tree in every step and write the trace.
@@ -127,7 +126,6 @@ def record(
         ssm: What is `model` in a speculative config: an SSM, a pool, a lookup.
         tree: The expansion.
         temperature: Of each answer; each prompt has a seed of its own.
-        command: The command line, for the record.
         costs: On a CPU, where what steps take is written (`write_costs`); None for
             nowhere.
 
@@ -164,7 +162,7 @@ def record(
         "tree": shape.widths,
         "temperature": temperature,
         "max_tokens": answers.max_tokens,
-        **made_by(command),
+        **made_by(),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_suffix(".unfinished")

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,12 @@ MEASURED = {
 }
 
 
-def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> str:
+def bench_served(out: Path, settings: BenchSettings) -> str:
     """Measure all cells and write tables.
 
     Args:
         out: The folder; logs go there, too.
         settings: What to compare.
-        command: The command line, for the record.
 
     Returns:
         The Markdown table.
@@ -75,7 +74,7 @@ def bench_served(out: Path, settings: BenchSettings, command: Sequence[str]) -> 
     for start in range(settings.starts):
         order = list(configs)[:: -1 if start % 2 else 1]
         runs += itertools.product(settings.cells, order)
-    write_json(out / "bench.json", circumstances(settings, command))
+    write_json(out / "bench.json", circumstances(settings))
     results: dict[Cell, dict[str, list[dict[str, float]]]] = {}
     for cell, name in tqdm(runs, desc="servers"):
         chosen = prompts[cell.prompts]

@@ -6,7 +6,6 @@ Dimension legend: T tokens of an answer, TOP likeliest tokens; samples are ragge
 import collections
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,15 +60,12 @@ class TrainingData:
     draft_vocab: list[int]
 
 
-def prepare(
-    out: Path, settings: Training, command: Sequence[str], tokenizer: Any
-) -> TrainingData:
+def prepare(out: Path, settings: Training, tokenizer: Any) -> TrainingData:
     """Begin a folder or go on with one, up to the target's continuations.
 
     Args:
         out: The folder.
         settings: Of what is trained.
-        command: The command line, for the record.
         tokenizer: The target's.
 
     Raises:
@@ -92,7 +88,7 @@ def prepare(
             f"{settings.prompts} must hold at least two prompts, one of them for "
             f"validation; got {len(prompts)}"
         )
-    open_folder(out, settings, command, tokenizer.get_vocab())
+    open_folder(out, settings, tokenizer.get_vocab())
     samples = [s for s in generate(out, settings, prompts) if s.answer]
     if len(samples) < 2:
         raise ValueError(

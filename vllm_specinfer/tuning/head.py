@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,14 +32,13 @@ COPY_EXAMPLES = 200
 
 
 @in_a_sentence()
-def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list[float]:
+def tune_head(out: Path, settings: HeadSettings) -> list[float]:
     """Tune a head, or go on with one.
 
     Args:
         out: The folder; the head itself is `out / HEAD`, for vLLM's method "eagle3",
             too.
         settings: What to tune.
-        command: The command line, for the record.
 
     Returns:
         Per depth: part of the validation tokens that are the head's likeliest.
@@ -60,9 +58,7 @@ def tune_head(out: Path, settings: HeadSettings, command: Sequence[str]) -> list
             f"{config.model_type!r} with other parts"
         )
     eagle.head_config(config)
-    data = prepare(
-        out, settings, command, AutoTokenizer.from_pretrained(settings.target)
-    )
+    data = prepare(out, settings, AutoTokenizer.from_pretrained(settings.target))
     if not (out / MANIFEST).is_file():
         _make(out, settings, data)
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)

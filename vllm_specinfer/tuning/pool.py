@@ -8,7 +8,6 @@ import csv
 import functools
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,12 @@ class Round:
 
 
 @in_a_sentence()
-def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Round]:
+def tune(out: Path, settings: PoolSettings) -> list[Round]:
     """Tune a pool, or go on with one.
 
     Args:
         out: The pool folder.
         settings: What to tune.
-        command: The command line, for the record.
 
     Returns:
         The rounds; fewer than asked for where nothing is left to learn.
@@ -80,7 +78,7 @@ def tune(out: Path, settings: PoolSettings, command: Sequence[str]) -> list[Roun
     else:
         check_readable(settings.base, "the base")
         _check_base(settings.base, settings.target, tokenizer)
-    data = prepare(out, settings, command, tokenizer)
+    data = prepare(out, settings, tokenizer)
     return _Pool(out, settings, tokenizer, data).run()
 
 

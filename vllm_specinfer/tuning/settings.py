@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,9 +160,7 @@ class HeadSettings(Training):
     _counts = (*Training._counts, "unroll")
 
 
-def open_folder(
-    out: Path, settings: Training, command: Sequence[str], vocab: Mapping[str, int]
-) -> None:
+def open_folder(out: Path, settings: Training, vocab: Mapping[str, int]) -> None:
     """Begin a folder, or go on with one of the same settings, prompts and tokenizer.
 
     `FREE` settings and arguments may be others: that is said, and recorded.
@@ -170,7 +168,6 @@ def open_folder(
     Args:
         out: The folder.
         settings: Of what is trained.
-        command: The command line, for the record.
         vocab: Token ids of the target's tokenizer.
 
     Raises:
@@ -229,7 +226,7 @@ def open_folder(
         raise ValueError(f"{out} must be empty or begun before; got other files")
     out.mkdir(parents=True, exist_ok=True)
     _stay_alone(out)
-    write_json(file, {"settings": wanted, **made_by(command), "earlier": earlier})
+    write_json(file, {"settings": wanted, **made_by(), "earlier": earlier})
 
 
 @functools.cache

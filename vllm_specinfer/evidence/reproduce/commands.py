@@ -1,7 +1,6 @@
 """The command lines of `reproduce`."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -208,7 +207,7 @@ def _table1(args: argparse.Namespace) -> int:
     answers = _answers(args)
     from vllm_specinfer.evidence.reproduce.table1 import table1
 
-    rows = table1(answers, args.ssm, args.most, args.out, sys.argv)
+    rows = table1(answers, args.ssm, args.most, args.out)
     return _show(args, [rows], x="k", y="hit rate", line="temperature")
 
 
@@ -242,9 +241,7 @@ def _scheduler(args: argparse.Namespace) -> int:
 
     costs = costs_of(args) or USUAL_COSTS
     nodes = args.nodes or DEFAULT_NUM_SPECULATIVE_TOKENS
-    rows = scheduler(
-        sets, args.ssm, args.tree, args.size, costs, nodes, args.out, sys.argv
-    )
+    rows = scheduler(sets, args.ssm, args.tree, args.size, costs, nodes, args.out)
     return _show(args, [rows], x="scheduler", y="tokens/s over plain", line="prompts")
 
 
@@ -279,7 +276,7 @@ def _regime(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         engine={**engine, **args.engine},
         starts=args.starts,
     )
-    rows = compare(args.out, settings, sys.argv)
+    rows = compare(args.out, settings)
     return _show(args, rows, x="batch", y="ratio", line="temperature")
 
 

@@ -9,7 +9,7 @@ Offloading was never run on a GPU: nothing of it is measured.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,12 @@ def offloaded(gib: float) -> dict[str, Any]:
     return {"cpu_offload_gb": gib}
 
 
-def compare(
-    out: Path, settings: BenchSettings, command: Sequence[str]
-) -> Iterator[Rows]:
+def compare(out: Path, settings: BenchSettings) -> Iterator[Rows]:
     """A row per temperature and batch; settings and versions go to `bench.json`.
 
     Args:
         out: The folder.
         settings: What is compared; one config, `METHOD`.
-        command: The command line, for the record.
 
     Yields:
         The rows of the starts so far.
@@ -88,7 +85,7 @@ def compare(
         parse_options(config)  # what is wrong is said before engines start
     prompts = load_prompts(settings)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "bench.json", circumstances(settings, command))
+    write_json(out / "bench.json", circumstances(settings))
     results: Results = {}
     for i in range(settings.starts):
         of = f"{i + 1} of {settings.starts}"

@@ -32,7 +32,6 @@ def scheduler(
     costs: Costs,
     num_nodes: int,
     out: Path,
-    command: Sequence[str],
 ) -> list[dict[str, Any]]:
     """A row per set of prompts and scheduler; traces and predictors stay in the folder.
 
@@ -44,7 +43,6 @@ def scheduler(
         costs: What steps take.
         num_nodes: Most nodes of a compared tree.
         out: The folder.
-        command: The command line, for the record.
 
     Raises:
         ValueError: The input cannot be used.
@@ -60,7 +58,7 @@ def scheduler(
     rows = []
     for name, answers in zip(names, sets, strict=True):
         trace = out / f"trace-{name}.jsonl"
-        record(trace, answers, ssm, tree, answers.temperatures[0], command)
+        record(trace, answers, ssm, tree, answers.temperatures[0])
         fitted = fit_scheduler(
             [trace],
             out / f"predictor-{name}.json",
@@ -68,7 +66,6 @@ def scheduler(
             sizes=(0,),
             costs=costs,
             num_nodes=num_nodes,
-            command=command,
         )
         static, *_, oracle = fitted.schedulers
         for row in fitted.schedulers:

@@ -10,7 +10,6 @@ At a temperature above 0 the SSM's best are those under the noise of the request
 Dimension legend: S recorded steps, C nodes of a recorded tree, K children.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.tree.candidates import NO_TOKEN
 
 
-def table1(
-    answers: Answers, ssm: str, most: int, out: Path, command: Sequence[str]
-) -> list[dict[str, Any]]:
+def table1(answers: Answers, ssm: str, most: int, out: Path) -> list[dict[str, Any]]:
     """A row per temperature and k; traces stay in the folder.
 
     Args:
@@ -33,7 +30,6 @@ def table1(
         ssm: An SSM, or a pool of it alone.
         most: The largest k.
         out: The folder.
-        command: The command line, for the record.
 
     Raises:
         ValueError: The input cannot be used.
@@ -46,7 +42,7 @@ def table1(
     rows = []
     for temperature in answers.temperatures:
         file = out / f"trace-{temperature:g}.jsonl"
-        record(file, answers, ssm, f"{most},{most}", temperature, command)
+        record(file, answers, ssm, f"{most},{most}", temperature)
         tested, rates = hit_rates(read_trace(file))
         for k, rate in enumerate(rates.tolist(), start=1):
             row = {"temperature": temperature, "k": k, "hit rate": rate}
