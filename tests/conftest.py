@@ -84,6 +84,33 @@ def v2_undone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def engine_args(make_llama: Callable[..., str], v2_undone: None) -> Callable[..., Any]:
+    """``engine_args({"model": ...}, **engine)``: of a tiny target, with specinfer."""
+    from vllm import EngineArgs
+
+    def make(config: dict[str, Any], **engine: Any) -> EngineArgs:
+        if "model" not in engine:
+            engine["model"] = make_llama("target")
+        return EngineArgs(
+            skip_tokenizer_init=True,
+            speculative_config={"method": "specinfer", **config},
+            **engine,
+        )
+
+    return make
+
+
+@pytest.fixture
+def spec_of(engine_args: Callable[..., Any]) -> Callable[..., Any]:
+    """The speculative config of an engine with such arguments; see `engine_args`."""
+
+    def make(config: dict[str, Any], **engine: Any) -> Any:
+        return engine_args(config, **engine).create_engine_config().speculative_config
+
+    return make
+
+
+@pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Start an engine config and return the sentence it is refused with."""
     from vllm import EngineArgs

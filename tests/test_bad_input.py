@@ -258,9 +258,7 @@ class Config(PretrainedConfig):
 """
 
 
-def test_code_of_a_pool_is_not_run_without_trust(pool, make_llama, v2_undone):
-    from vllm import EngineArgs
-
+def test_code_of_a_pool_is_not_run_without_trust(pool, engine_args):
     marker = pool.parent / "ran"
     (pool / "ssm0/configuration_mine.py").write_text(CODE.format(marker=str(marker)))
     config = json.loads((pool / "ssm0/config.json").read_text())
@@ -269,11 +267,7 @@ def test_code_of_a_pool_is_not_run_without_trust(pool, make_llama, v2_undone):
         "auto_map": {"AutoConfig": "configuration_mine.Config"},
     }
     (pool / "ssm0/config.json").write_text(json.dumps(config))
-    args = EngineArgs(
-        model=make_llama("target"),
-        skip_tokenizer_init=True,
-        speculative_config={"method": "specinfer", "model": str(pool)},
-    )
+    args = engine_args({"model": str(pool)})
     with pytest.raises(ValueError, match="model must be an SSM that vLLM can load"):
         args.create_engine_config()
     assert not marker.exists()

@@ -319,19 +319,10 @@ def test_folder_without_a_model_is_refused(tmp_path):
 
 
 @pytest.fixture
-def engine_config(make_llama, v2_undone):
-    from vllm import EngineArgs
-
-    return EngineArgs(
-        model=make_llama("target"),
-        skip_tokenizer_init=True,
-        # A name that vLLM's own guess would take for an EAGLE head.
-        speculative_config={
-            "method": "specinfer",
-            "model": make_llama("eagle-ssm", max_position_embeddings=512),
-            "tree": "1,1,3,1",
-        },
-    ).create_engine_config()
+def engine_config(make_llama, engine_args):
+    # A name that vLLM's own guess would take for an EAGLE head.
+    ssm = make_llama("eagle-ssm", max_position_embeddings=512)
+    return engine_args({"model": ssm, "tree": "1,1,3,1"}).create_engine_config()
 
 
 @pytest.mark.parametrize(
@@ -346,30 +337,19 @@ def engine_config(make_llama, v2_undone):
         [[1, 2.7, 3]],
     ],
 )
-def test_bad_batch_schedules_are_refused(make_llama, v2_undone, schedule):
-    from vllm import EngineArgs
-
+def test_bad_batch_schedules_are_refused(make_llama, spec_of, schedule):
     config = {
-        "method": "specinfer",
         "model": make_llama("ssm"),
         "num_speculative_tokens_per_batch_size": schedule,
     }
-    args = EngineArgs(
-        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
-    )
     with pytest.raises(ValueError, match=r"per_batch_size|must start at 1"):
-        args.create_engine_config()
+        spec_of(config)
 
 
-def test_a_schedule_may_be_of_tuples(make_llama, v2_undone):
-    from vllm import EngineArgs
-
-    config = {"method": "specinfer", "model": make_llama("ssm")}
+def test_a_schedule_may_be_of_tuples(make_llama, spec_of):
+    config = {"model": make_llama("ssm")}
     config["num_speculative_tokens_per_batch_size"] = ((1, 4, 8), (5, 64, 2))
-    args = EngineArgs(
-        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
-    )
-    found = args.create_engine_config().speculative_config
+    found = spec_of(config)
     assert len(found.num_speculative_tokens_per_batch_size) == 2
 
 
@@ -399,11 +379,9 @@ def test_engine_config_carries_everything_the_worker_needs(engine_config):
 
 @pytest.mark.parametrize("longest", [128, 512])
 def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
-    make_llama, v2_undone, longest
+    make_llama, spec_of, longest
 ):
     """vLLM's default for LongRoPE is the length before scaling."""
-    from vllm import EngineArgs
-
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     rope |= {f"{kind}_factor": [1.0] * 16 for kind in ("short", "long")}
     ssm = make_llama(
@@ -412,16 +390,11 @@ def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
         original_max_position_embeddings=64,  # where vLLM looks for it
         rope_parameters=rope | {"rope_theta": 1e4},
     )
-    args = EngineArgs(
-        model=make_llama("target"),
-        skip_tokenizer_init=True,
-        speculative_config={"method": "specinfer", "model": ssm},
-    )
     if longest < 256:
         with pytest.raises(ValueError, match="at most the 128 positions of the SSM"):
-            args.create_engine_config()
+            spec_of({"model": ssm})
         return
-    spec = args.create_engine_config().speculative_config
+    spec = spec_of({"model": ssm})
     assert spec.ssm_model_configs[0].max_model_len == 256
 
 
@@ -429,10 +402,8 @@ def test_an_ssm_whose_rope_is_scaled_has_all_its_positions(
     ("rope", "longest"), [("linear", 128), ("yarn", 256), ("yarn", 128)]
 )
 def test_a_head_has_more_positions_where_they_only_size_a_table(
-    make_llama, v2_undone, tmp_path, rope, longest
+    make_llama, spec_of, tmp_path, rope, longest
 ):
-    from vllm import EngineArgs
-
     target = Path(make_llama("target"))
     about = json.loads((target / "config.json").read_text())
     about |= {
@@ -446,16 +417,11 @@ def test_a_head_has_more_positions_where_they_only_size_a_table(
         },
     }
     (tmp_path / "config.json").write_text(json.dumps(about))
-    args = EngineArgs(
-        model=str(target),
-        skip_tokenizer_init=True,
-        speculative_config={"method": "specinfer", "model": str(tmp_path)},
-    )
     if rope == "yarn" and longest < 256:
         with pytest.raises(ValueError, match="at most the 128 positions of the SSM"):
-            args.create_engine_config()
+            spec_of({"model": str(tmp_path)})
         return
-    (head,) = args.create_engine_config().speculative_config.ssm_model_configs
+    (head,) = spec_of({"model": str(tmp_path)}).ssm_model_configs
     assert head.hf_config.max_position_embeddings == head.max_model_len == 256
 
 
@@ -520,14 +486,8 @@ def test_config_unpickles_where_no_plugin_is_loaded(engine_config, tmp_path):
     vllm_alone.run(code, file)
 
 
-def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undone):
-    from vllm import EngineArgs
-
-    args = EngineArgs(
-        model=make_llama("target"),
-        skip_tokenizer_init=True,
-        speculative_config={"method": "specinfer", "model": make_llama("ssm")},
-    )
+def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, engine_args):
+    args = engine_args({"model": make_llama("ssm")})
     first = args.create_engine_config().speculative_config
     second = args.create_engine_config().speculative_config
     assert first.options == second.options
@@ -544,17 +504,10 @@ def test_a_second_config_from_the_same_arguments_is_the_same(make_llama, v2_undo
     ],
 )
 def test_the_tree_of_an_ssms_own_is_the_one_that_counts(
-    make_llama, v2_undone, tree, said
+    make_llama, spec_of, tree, said
 ):
-    from vllm import EngineArgs
-
     ssms = [{"model": make_llama("ssm"), "tree": tree}]
-    args = EngineArgs(
-        model=make_llama("target"),
-        skip_tokenizer_init=True,
-        speculative_config={"method": "specinfer", "ssms": ssms},
-    )
-    assert said in args.create_engine_config().speculative_config.summary
+    assert said in spec_of({"ssms": ssms}).summary
 
 
 @pytest.mark.parametrize(
@@ -573,27 +526,15 @@ def test_the_tree_of_an_ssms_own_is_the_one_that_counts(
     ],
 )
 def test_nodes_follow_the_load_where_the_text_cannot_tell(
-    make_llama, v2_undone, options, said
+    make_llama, spec_of, options, said
 ):
-    from vllm import EngineArgs
-
-    config = {"method": "specinfer", "model": make_llama("ssm"), **options}
-    args = EngineArgs(
-        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
-    )
-    spec = args.create_engine_config().speculative_config
+    spec = spec_of({"model": make_llama("ssm"), **options})
     assert spec.follows_load is ("as many as pay" in said) and said in spec.summary
 
 
-def test_metrics_and_log_name_the_sources_lookups_first(make_llama, v2_undone):
-    from vllm import EngineArgs
-
+def test_metrics_and_log_name_the_sources_lookups_first(make_llama, spec_of):
     one, other = make_llama("one"), make_llama("other")
-    config = {"method": "specinfer", "ssms": [one, "suffix", other, "ngram"]}
-    args = EngineArgs(
-        model=make_llama("target"), skip_tokenizer_init=True, speculative_config=config
-    )
-    spec = args.create_engine_config().speculative_config
+    spec = spec_of({"ssms": [one, "suffix", other, "ngram"]})
     assert spec.source_names == ("suffix", "ngram", "ssm0", "ssm1")
     said = f"sources suffix, ngram, ssm0 ({one}), ssm1 ({other}); BestFirstTree("
     assert spec.summary.startswith(said)

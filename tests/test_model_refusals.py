@@ -317,21 +317,10 @@ def test_an_ssm_with_fewer_positions_is_refused(refusal):
     assert sentence.endswith("got 256")
 
 
-def test_a_shorter_max_model_len_fits_a_short_ssm(tmp_path):
-    from vllm import EngineArgs
-
-    config = EngineArgs(
-        model=write_model(tmp_path / "target", LLAMA),
-        skip_tokenizer_init=True,
-        max_model_len=100,
-        speculative_config={
-            "method": "specinfer",
-            "model": write_model(
-                tmp_path / "ssm", LLAMA | {"max_position_embeddings": 128}
-            ),
-        },
-    ).create_engine_config()
-    assert config.speculative_config.draft_model_config.max_model_len == 100
+def test_a_shorter_max_model_len_fits_a_short_ssm(make_llama, spec_of):
+    ssm = make_llama("ssm", max_position_embeddings=128)
+    spec = spec_of({"model": ssm}, max_model_len=100)
+    assert spec.draft_model_config.max_model_len == 100
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from vllm import envs
 from vllm.config import StructuredOutputsConfig
 
-from tests.conftest import LLAMA, write_model
+from tests.conftest import LLAMA
 from vllm_specinfer import refusals
 
 ENFORCER = "lm-format-enforcer"
@@ -167,19 +167,11 @@ def test_fp8_kv_needs_what_vllms_kernels_need(monkeypatch):
 
 
 @pytest.fixture
-def vllm_config(tmp_path):
+def vllm_config(make_llama, engine_args):
     # As in a CPU worker, where it must precede every import of worker.gpu.
     import vllm.v1.worker.cpu.shm  # noqa: F401
-    from vllm import EngineArgs
 
-    return EngineArgs(
-        model=write_model(tmp_path / "target", LLAMA),
-        skip_tokenizer_init=True,
-        speculative_config={
-            "method": "specinfer",
-            "model": write_model(tmp_path / "ssm", LLAMA),
-        },
-    ).create_engine_config()
+    return engine_args({"model": make_llama("ssm")}).create_engine_config()
 
 
 def test_the_worker_accepts_what_the_front_end_accepted(vllm_config):
