@@ -46,6 +46,7 @@ import cuda_checks
 import cuda_goals
 
 from vllm_specinfer import assets
+from vllm_specinfer.evidence.arguments import at_least
 from vllm_specinfer.parsing import parse_options
 from vllm_specinfer.refusals import CUDA_ENV
 from vllm_specinfer.results import made_by, write_json
@@ -74,8 +75,10 @@ def main() -> None:
     parser.add_argument("--ssm", default=str(POOL))
     parser.add_argument("--data", default="mtbench", help="mtbench, humaneval, a JSONL")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--max-tokens", type=at_least(int, 2), default=64)
+    parser.add_argument(
+        "--batches", type=at_least(int, 1), nargs="+", default=[1, 8, 32]
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--dtype", default="bfloat16", help="of steps and speed")
     parser.add_argument("--shape", type=json.loads, default=LLAMA_3_8B)

@@ -82,14 +82,6 @@ class BenchSettings:
                 "vLLM 0.32 starts one engine with method 'ngram' per process; got "
                 f"more: {', '.join(self.configs)}"
             )
-        if min(self.batches) < 1:
-            raise ValueError(f"batches must be at least 1; got {self.batches}")
-        if self.starts < 1:
-            raise ValueError(f"starts must be at least 1; got {self.starts}")
-        if self.max_turns < 0:
-            raise ValueError(f"max_turns must be at least 0; got {self.max_turns}")
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens must be at least 2; got {self.max_tokens}")
         if not 0 <= self.range_ratio < 1:
             raise ValueError(
                 f"range_ratio must be at least 0 and below 1; got {self.range_ratio}"

@@ -319,17 +319,21 @@ def _add_bench(commands: "argparse._SubParsersAction") -> None:
     )
     temperatures_option(parser, [0.0])
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1], help="requests in flight (1)"
+        "--batches",
+        type=at_least(int, 1),
+        nargs="+",
+        default=[1],
+        help="requests in flight (1)",
     )
     parser.add_argument(
         "--starts",
-        type=int,
+        type=at_least(int, 1),
         default=2,
         help="measure so often, the engines started in alternating orders (2)",
     )
     parser.add_argument(
         "--max-turns",
-        type=int,
+        type=at_least(int, 0),
         default=0,
         help="turns that count, of each batch size and start; 0 (default): all that "
         "the prompts allow",

@@ -54,7 +54,7 @@ def add(commands: "argparse._SubParsersAction") -> None:
     _add_ssm(table)
     table.add_argument(
         "--widths",
-        type=int,
+        type=at_least(int, 1),
         nargs="+",
         default=[1, 2, 3, 4, 5],
         help="k of 1,1,k,1.. (1 2 3 4 5)",
@@ -68,7 +68,7 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table.add_argument(
         "--rules", nargs="+", choices=rules, default=rules, help="(all of them)"
     )
-    table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
+    table.add_argument("--nodes", type=at_least(int, 1), default=8, help=NODES_HELP)
     table.set_defaults(run=_table3)
 
     table = _add_table(tables, "ssms", "tokens per step by the number of SSMs")
@@ -80,7 +80,7 @@ def add(commands: "argparse._SubParsersAction") -> None:
         help="folders (the shipped pool)",
         **_shipped(POOL, lambda pool: [pool]),
     )
-    table.add_argument("--nodes", type=int, default=8, help=NODES_HELP)
+    table.add_argument("--nodes", type=at_least(int, 1), default=8, help=NODES_HELP)
     table.set_defaults(run=_ssms)
 
     table = _add_table(tables, "scheduler", "schedulers beside an oracle, from traces")
@@ -105,14 +105,17 @@ def add(commands: "argparse._SubParsersAction") -> None:
     table = _add_table(tables, "offload", "weights in the host's memory, on CUDA")
     _add_regime(table)
     table.add_argument(
-        "--gib", type=float, default=0.15, help="of the target on the host (0.15)"
+        "--gib",
+        type=at_least(float, 0),
+        default=0.15,
+        help="of the target on the host (0.15)",
     )
     table.set_defaults(run=_offload)
 
     table = _add_table(tables, "treeattn", "attention of trees against that of paths")
     _add_sizes(table, [1, 8], [8, 16, 32, 64, 128])
     table.add_argument(
-        "--context", type=int, default=512, help="positions before (512)"
+        "--context", type=at_least(int, 0), default=512, help="positions before (512)"
     )
     table.add_argument(
         "--dtype",
@@ -120,7 +123,9 @@ def add(commands: "argparse._SubParsersAction") -> None:
         default="float32",
         help="of K, V and queries (float32)",
     )
-    table.add_argument("--seconds", type=float, default=2.0, help="for each size (2)")
+    table.add_argument(
+        "--seconds", type=at_least(float, 0), default=2.0, help="for each size (2)"
+    )
     table.set_defaults(run=_treeattn)
 
     table = _add_table(tables, "memory", "memory beyond weights and K/V by nodes")
@@ -154,13 +159,13 @@ def _add_regime(parser: argparse.ArgumentParser) -> None:
     _add_ssm(parser)
     parser.add_argument(
         "--batches",
-        type=int,
+        type=at_least(int, 1),
         nargs="+",
         default=[1, 4],
         help="requests in flight (1 4)",
     )
     parser.add_argument(
-        "--starts", type=int, default=2, help="of each engine, in turn (2)"
+        "--starts", type=at_least(int, 1), default=2, help="of each engine, in turn (2)"
     )
 
 
@@ -187,7 +192,9 @@ def _add_sizes(
     ):
         shown = " ".join(map(str, values))
         text = f"{what} ({shown})"
-        parser.add_argument(name, type=int, nargs="+", default=values, help=text)
+        parser.add_argument(
+            name, type=at_least(int, 1), nargs="+", default=values, help=text
+        )
 
 
 def _answers(args: argparse.Namespace) -> Any:
