@@ -12,8 +12,13 @@ read the CPU time a step instead, with one thread (``VLLM_CPU_OMP_THREADS_BIND=0
 import argparse
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+# The V2 worker is one of the tests'.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from vllm_specinfer.evidence.engines import in_a_process
 
@@ -30,7 +35,7 @@ def measure(
         from vllm_specinfer.hooks import cpu_v2
 
         cpu_v2.enable_in_frontend()
-        kwargs["worker_cls"] = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
+        kwargs["worker_cls"] = "tests.cpu_v2_worker.CPUV2Worker"
     from vllm import LLM, SamplingParams
 
     llm = LLM(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Enough for tiny models; an engine fills all of it with zeros.
 KV_BYTES = 128 << 20
-V2_WORKER = "vllm_specinfer.hooks.cpu_v2_worker.CPUV2Worker"
+V2_WORKER = "tests.cpu_v2_worker.CPUV2Worker"
 
 
 def tiny(model: str) -> dict:
