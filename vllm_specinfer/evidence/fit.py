@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from vllm_specinfer.evidence.replay import compare
 from vllm_specinfer.evidence.simulate import Costs
@@ -36,8 +37,6 @@ HELD_OUT_EACH = 4
 # Ends of the names of the tables and the picture.
 BESIDE = TABLE, SCHEDULERS, TEXT, PICTURE = ".csv", ".schedulers.csv", ".md", ".png"
 EPOCHS, BATCH, RATE = 30, 256, 2e-2
-# Adam's averages and what it adds to the root of the second one.
-_FIRST, _SECOND, _TINY = 0.9, 0.999, 1e-8
 _GROUPS = 10
 
 
@@ -123,18 +122,19 @@ def fit(features: np.ndarray, right: np.ndarray, size: int = DEFAULT_SIZE) -> Pr
         size: Hidden units.
     """
     predictor, rng = Predictor(size), np.random.default_rng(0)
-    first, second = np.zeros((2, len(predictor.weights)))
     num_batches = -(-len(right) // BATCH)
-    for step in range(EPOCHS * num_batches):
+    num_steps = EPOCHS * num_batches
+    weights = torch.from_numpy(predictor.weights)  # the same memory
+    adam = torch.optim.Adam([weights], lr=RATE)
+    rate = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, num_steps)
+    for step in range(num_steps):
         if step % num_batches == 0:
             order = rng.permutation(len(right))
         batch = order[step % num_batches * BATCH :][:BATCH]
         slope = predictor.gradient(features[batch], right[batch]) / len(batch)
-        first = _FIRST * first + (1 - _FIRST) * slope
-        second = _SECOND * second + (1 - _SECOND) * slope**2
-        root = np.sqrt(second / (1 - _SECOND ** (step + 1))) + _TINY
-        rate = RATE * (1 - step / (EPOCHS * num_batches))
-        predictor.weights -= rate * first / (1 - _FIRST ** (step + 1)) / root
+        weights.grad = torch.from_numpy(slope)
+        adam.step()
+        rate.step()
     # Learning goes on with small steps.
     predictor.recall({**predictor.learned(), "steps": len(right)})
     return predictor
