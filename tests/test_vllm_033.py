@@ -61,11 +61,12 @@ def test_block_tables_are_gathered_without_blocks_that_left_the_window(masks):
 
 def test_a_step_is_counted_where_the_runner_also_passes_drafts():
     totals, computed = torch.tensor([5, 3]), torch.tensor([4, 2], dtype=torch.int32)
+    counts = torch.zeros(2, 9, dtype=torch.int32)
     given = dict(
         idx_mapping_ptr=torch.tensor([1]),
         num_computed_tokens_ptr=computed,
         last_sampled_tokens_ptr=torch.zeros(2, 1, dtype=torch.int64),
-        output_bin_counts_ptr=torch.zeros(2, 9, dtype=torch.int32),
+        output_bin_counts_ptr=counts,
         output_bin_counts_stride=9,
         sampled_tokens_ptr=torch.tensor([[7, 8, 0]]),
         sampled_tokens_stride=3,
@@ -82,6 +83,7 @@ def test_a_step_is_counted_where_the_runner_also_passes_drafts():
     name = "input_batch:_post_update_kernel"
     inputs.post_update(*arguments(name, **given), num_warps=1)
     assert (totals.tolist(), computed.tolist()) == ([5, 5], [4, 4])
+    assert counts[1, [7, 8]].tolist() == [1, 1] and counts.sum() == 2
     given["draft_tokens_ptr"] = torch.zeros(1, 3)
     with pytest.raises(ValueError, match="pipeline_parallel_size must be 1"):
         inputs.post_update(*arguments(name, **given), num_warps=1)

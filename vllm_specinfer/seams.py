@@ -318,9 +318,8 @@ def main(path: str) -> None:
     for before in compat.SUPPORTED[: compat.SUPPORTED.index(release)][-1:]:
         print(*_differences(before, source), sep="\n")
     # The others stay what they are: a file says what differs from the one before.
-    others = {known: table(known) for known in compat.SUPPORTED if known != release}
-    recorded = others | {release: record(source)}
-    write({known: recorded[known] for known in compat.SUPPORTED})
+    known = [r for r in compat.SUPPORTED if r == release or _file(r).exists()]
+    write({r: record(source) if r == release else table(r) for r in known})
 
 
 if __name__ == "__main__":
