@@ -233,13 +233,14 @@ class TreeSpeculator(DraftModelSpeculator):
         slot = self._req_states.req_id_to_index.get(req_id)
         if slot is None:
             return
+        ended = req_id in self.finished
         if self._ahead is not None:
-            self._ahead.leave(slot)
+            self._ahead.leave(slot, ended)
             tokens = None
         else:
             tokens = token_rows(self._req_states.all_token_ids)[slot]
             tokens = tokens[: self.host_steps.num_tokens[slot]]
-        self.sources.end(slot, tokens if req_id in self.finished else NO_TOKENS)
+        self.sources.end(slot, tokens if ended else NO_TOKENS)
 
     def plan_ahead(self, input_batch: InputBatch) -> "DevicePlan | None":
         """`AheadSteps.plan`: None where a batch's trees are the host's, or none."""

@@ -324,16 +324,24 @@ def test_what_is_heard_late_of_a_request_is_not_expected_of_the_next(steps):
     assert not np.isnan(steps.budget.expected[1][1]).any()
 
 
-@pytest.mark.parametrize("change", [start, AheadSteps.leave])
+def end(steps, slot):
+    steps.leave(slot, ended=True)
+
+
+def preempt(steps, slot):
+    steps.leave(slot, ended=False)
+
+
+@pytest.mark.parametrize("change", [start, end, preempt])
 def test_what_is_gone_when_it_is_learned_of_has_no_kv(steps, change):
-    """Its tree is still compared, its text is known until another comes."""
+    """Its tree is still compared; its text is known until another comes, or itself."""
     steps.sources.lookups = [Lookup()]
     draft(steps, a_batch([3, 1]))
     change(steps, 3)
     steps.lessons.learn()
     assert [slot for slot, _ in steps.sources.ssms[0].read] == [1]
     of_texts = [slot for slot, _ in steps.sources.lookups[0].read]
-    assert of_texts == ([1] if change is start else [3, 1])
+    assert of_texts == ([3, 1] if change is end else [1])
     assert list(steps.sources.notes) == [3, 1]
 
 

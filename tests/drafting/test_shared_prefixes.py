@@ -120,6 +120,13 @@ class Engine:
         )
 
 
+def num_unread(engine, step):
+    """Rows that these requests are to read, all together."""
+    ends = step.num_tokens - engine.ssm.lookahead
+    _, first = engine.ssm.kv.unread(step.slots, ends)
+    return int((ends - first).clip(0).sum())
+
+
 def kinds():
     return pytest.mark.parametrize("kind", [NeuralSSM, EagleHead])
 
@@ -141,12 +148,10 @@ def test_a_prefix_of_many_is_read_once(kind, order, sits_out):
         step = engine.step(order, before)
     ends = step.num_tokens - kind.lookahead
     own_rows = int((ends - len(PREFIX)).sum())
-    assert engine.ssm.kv.num_unread(step.slots, step.num_tokens) == (
-        len(PREFIX) + own_rows
-    )
+    assert num_unread(engine, step) == len(PREFIX) + own_rows
     engine.ssm.catch_up(step)
     assert engine.num_rows == len(PREFIX) + own_rows
-    assert engine.ssm.kv.num_unread(step.slots, step.num_tokens) == 0
+    assert num_unread(engine, step) == 0
     for slot, end in zip(order, ends, strict=True):
         assert engine.is_read(slot, end)
         assert all(engine.found(slot, row)[1] for row in range(end))
@@ -170,12 +175,12 @@ def test_a_prefix_is_read_in_pieces_for_all():
     for slot in range(4):
         engine.start(slot, [*PREFIX, 9, slot, slot])
     step = engine.step([3, 1, 0, 2])
-    unread = engine.ssm.kv.num_unread(step.slots, step.num_tokens)
+    unread = num_unread(engine, step)
     while engine.ssm.is_far_behind(step):
         engine.ssm.read_some(step)
         engine.ssm.skip(step)
         unread -= ROWS_PER_STEP
-        assert engine.ssm.kv.num_unread(step.slots, step.num_tokens) == unread
+        assert num_unread(engine, step) == unread
     assert engine.num_rows + unread == len(PREFIX) + 4 * 4
     engine.ssm.catch_up(step)
     for slot in range(4):
@@ -214,8 +219,8 @@ def test_whoever_comes_and_goes_all_that_is_attended_to_is_there(seed):
             continue
         step = engine.step(rng.permutation(slots).tolist())
         ends, kv = step.num_tokens, engine.ssm.kv
-        num_alone += int((ends - kv._num_read[step.slots]).sum())
-        num_shared += kv.num_unread(step.slots, ends)
+        num_alone += kv.num_unread(step.slots, ends)
+        num_shared += num_unread(engine, step)
         if rng.random() < 0.6:
             engine.ssm.skip(step)
         elif engine.ssm.is_far_behind(step):

@@ -402,11 +402,13 @@ def test_an_empty_tree_has_a_reason(chance, budget, reason):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_text_is_kept_once_its_request_has_ended_not_where_it_begins_again(ahead):
     """As a session's next turn does, and what was preempted."""
-    suffixes, kept = Suffixes(SuffixSource(max_tokens=100), 2, 3), []
+    suffixes, kept, left = Suffixes(SuffixSource(max_tokens=100), 2, 3), [], []
     lookup, text = LookupSource(suffixes), torch.arange(9, dtype=torch.int32)
     lookup.on_device = SimpleNamespace(start=lambda slot: None, end=kept.append)
     speculator = TreeSpeculator.__new__(TreeSpeculator)
-    speculator._ahead = SimpleNamespace(leave=lambda slot: None) if ahead else None
+    speculator._ahead = None
+    if ahead:
+        speculator._ahead = SimpleNamespace(leave=lambda *call: left.append(call))
     speculator._req_states = SimpleNamespace(
         req_id_to_index={"a": 1}, all_token_ids=SimpleNamespace(gpu=text.expand(2, 9))
     )
@@ -439,6 +441,7 @@ def test_a_text_is_kept_once_its_request_has_ended_not_where_it_begins_again(ahe
             lookup.end(0, NO_TOKENS)
     # With what the device knows alone the host keeps what it hears until the next one.
     assert kept == [1] * ahead
+    assert left == [(1, False), (1, False), (1, True)] * ahead
     lookup.start(1, SimpleNamespace())
     assert suffixes._past[0].tokens.tolist() == [*range(9), TEXT_END]
 

@@ -119,6 +119,8 @@ def test_requests_that_lack_blocks_to_join_leave_the_rows_to_others(monkeypatch)
     # Those that hold some may go on in them.
     monkeypatch.setattr(scheduler, "kv_holding_waiting", [None, None])
     assert scheduler._most_nodes(NUM_NODES, {}) < NUM_NODES
+    scheduler.num_waiting_for_streaming_input = 2  # it is they who hold them
+    assert scheduler._most_nodes(NUM_NODES, {}) == NUM_NODES
 
 
 def test_long_prompts_are_cut_as_vllm_cuts_them(monkeypatch):

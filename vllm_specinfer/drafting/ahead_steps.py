@@ -116,9 +116,13 @@ class AheadSteps:
         )
         self.stop()
 
-    def leave(self, slot: int) -> None:
-        """A request has left its slot, and its blocks may soon be another's."""
+    def leave(self, slot: int, ended: bool) -> None:
+        """A request has left its slot, and its blocks may soon be another's.
+
+        Unless it has ended it comes again, and is then read from its beginning.
+        """
         self._changes[GONE, slot] += 1
+        self._changes[COME, slot] += not ended
 
     def start(self, slot: int, request: NewRequestData) -> None:
         """A request starts in a slot; it has no tree."""

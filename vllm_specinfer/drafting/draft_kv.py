@@ -85,10 +85,10 @@ class DraftKV:
         return self.limits(slots) - num_tokens + self._lookahead
 
     def num_unread(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
-        """Tokens of texts of so many [R] that no pass has read yet."""
-        num_rows = num_tokens - self._lookahead
-        _, first = self.unread(slots, num_rows)
-        return int(np.maximum(num_rows - first, 0).sum())
+        """Tokens of texts of so many [R] that no pass has read yet; those that requests
+        share count for each of them."""
+        found = zip(num_tokens.tolist(), self._num_read[slots].tolist(), strict=True)
+        return sum(max(num - self._lookahead - read, 0) for num, read in found)
 
     def unread(
         self, slots: np.ndarray, num_rows: np.ndarray

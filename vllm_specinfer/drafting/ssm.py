@@ -137,7 +137,7 @@ class NeuralSSM:
         states = self.no_states(len(input_ids))
         hidden = self._taken(self._run(input_ids, positions, None, None, states))
         # As many rows as a level may have where memory is profiled for it, and of each
-        # more tokens than a kernel finds in less.
+        # as many tokens as draws are made from.
         rows = 1 if is_host(self.device) else MOST_ROWS
         self.head.likeliest(hidden[:rows], NUM_CANDIDATES)
 
@@ -169,8 +169,12 @@ class NeuralSSM:
     def is_far_behind(self, step: DraftStep) -> bool:
         """Catching up would take longer than two steps of the target's prompts: all
         requests would wait for it."""
-        unread = self.kv.num_unread(step.slots, step.num_tokens)
-        return unread > 2 * self.rows_per_step
+        most = 2 * self.rows_per_step
+        if self.kv.num_unread(step.slots, step.num_tokens) <= most:
+            return False  # so is nearly every step, and this is told quickly
+        num_rows = step.num_tokens - self.lookahead
+        _, first = self.kv.unread(step.slots, num_rows)
+        return int(np.maximum(num_rows - first, 0).sum()) > most
 
     def read_some(self, step: DraftStep) -> None:
         """Run as many of the tokens it has not seen as one such step has time for."""

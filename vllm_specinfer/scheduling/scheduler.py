@@ -225,9 +225,11 @@ class SpecInferScheduler(Scheduler):
         # Nobody knows when the next turn of a session comes.
         num_waiting -= self.num_waiting_for_streaming_input
         joining = min(num_waiting, max(0, self.max_num_active_reqs - num_running))
-        # Whoever holds no blocks needs one at least.
+        # Whoever holds no blocks needs one at least. Sessions that wait hold some, too.
         num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        joining = min(joining, num_free + len(self.kv_holding_waiting))
+        num_holding = len(self.kv_holding_waiting)
+        num_holding -= self.num_waiting_for_streaming_input
+        joining = min(joining, num_free + max(num_holding, 0))
         num_reqs, num_rows = num_running + joining, self.max_num_scheduled_tokens
         most = min(most, self._most_rows_of_one() - 1)
         if joining and num_running:
