@@ -6,6 +6,7 @@ import pytest
 from tests.scheduling.budgets import a_budget
 from vllm_specinfer.scheduling.average import Average
 from vllm_specinfer.scheduling.budget import Budget
+from vllm_specinfer.scheduling.exploration import TRIES
 from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
     PAYBACK_STEPS,
@@ -298,6 +299,13 @@ def test_a_few_steps_of_a_full_batch_change_little_and_those_of_a_request_much()
 
     assert after(32, 5) > 0.5 and after(32, 100) < 0.25
     assert after(1, 10) > 0.5 and after(1, 100) < 0.3
+
+
+def test_one_round_of_tries_is_half_of_what_another_engine_has_learned():
+    average = Average(np.array([0.2]))
+    for _ in range(TRIES):
+        average.observe(np.array([0.6]), 1)
+    assert average.value == pytest.approx([0.4])
 
 
 def test_prompts_of_newcomers_are_part_of_what_drafting_costs():

@@ -5,6 +5,9 @@ import numpy as np
 # So many of them are remembered, and those of so many steps at least: a few steps of a
 # full batch say little, as each request goes on with a text of its own.
 MEMORY_REQS, MEMORY_STEPS = 50, 25
+# What another engine has learned, maybe under another load, counts as so many: one
+# round of tries changes it by half.
+RECALLED_REQS = 8
 
 
 class Average:
@@ -13,7 +16,7 @@ class Average:
     def __init__(self, value: np.ndarray | None = None) -> None:
         """`value` is what another engine has learned, None for nothing."""
         self.value = value
-        self._num_reqs = 0 if value is None else MEMORY_REQS
+        self._num_reqs = 0 if value is None else RECALLED_REQS
 
     def observe(self, mean: np.ndarray, num_reqs: int) -> None:
         """Take in the mean over so many requests."""
