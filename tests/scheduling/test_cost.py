@@ -28,6 +28,18 @@ def test_steps_of_one_size_leave_the_slope_to_the_prior():
     assert 1.1 < cost.seconds(9) / cost.seconds(1) < 1.6
 
 
+def test_small_trees_show_what_rows_cost():
+    # As with float32 on Zen 4, where 9 rows cost twice as much as one.
+    cost = CostLine()
+    rng = np.random.default_rng(2)
+    for rows in rng.choice(range(1, 10), 100).tolist():
+        seconds = 11e-3 if rows == 1 else 9.3e-3 + 1.35e-3 * rows
+        cost.observe(rows, seconds * (1 + 0.05 * rng.standard_normal()), rows > 1)
+    for rows in (2, 5, 9):
+        expected = 9.3e-3 + 1.35e-3 * rows
+        assert cost.seconds(rows, 1.0) == pytest.approx(expected, rel=0.06)
+
+
 def test_rows_are_padded_up_to_the_largest_size():
     sizes = [4, 16, 32]
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 # A line through few timings leans on this many rows for the cost of an empty step:
-# 8 rows cost 1.26 times one row on a CPU, 16 rows 1.7 times, 32 rows 2.2 times.
+# 8 rows cost 1.26 times one row on a CPU, 16 rows 1.7 times, 32 rows 2.2 times. Where
+# rows cost twice that, the timings of a few steps must tell.
 PRIOR_ROWS = 25.0
-PRIOR_WEIGHT, EXTRA_WEIGHT = 0.1, 0.3
+PRIOR_WEIGHT, EXTRA_WEIGHT = 0.01, 0.3
 # What timings count for after one with an extra, if they had one, too, or neither had;
 # and after others. What is rare is remembered for longer.
 FORGETTING, OTHERS_FORGETTING = 0.98, 0.998
