@@ -20,10 +20,11 @@ def state_of(worker: object) -> dict:
     speculator = runner.speculator
     speculator.learn()
     trees = speculator._ahead._drafter.buffers
-    arrays = runner.req_states.all_token_ids.gpu, trees.tokens, trees.parents
+    tensors = runner.req_states.all_token_ids.gpu, trees.tokens, trees.parents
+    arrays = *(t.numpy() for t in tensors), speculator.budget._profile.value
     return {
         "steps": worker.counts.steps,
-        "digests": [hashlib.sha256(a.numpy().tobytes()).hexdigest() for a in arrays],
+        "digests": [hashlib.sha256(a.tobytes()).hexdigest() for a in arrays],
         "learned": speculator.sources.experience.learned(),
     }
 

@@ -29,10 +29,12 @@ def state_of(worker) -> tuple[str, ...]:
     it has learned."""
     runner = worker.model_runner
     trees, sources = runner.speculator._trees, runner.speculator.sources
+    budget = runner.speculator.budget
     arrays = (
         runner.req_states.all_token_ids.gpu.numpy(),
         *(trees.parents, trees.depths, trees.root_positions),
         sources.ssms[0].ssm.head._rows.float().numpy(),
+        *([budget._profile.value] if budget.learns else []),
     )
     digests = (hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return *digests, json.dumps(sources.experience.learned())

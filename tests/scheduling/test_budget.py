@@ -6,7 +6,6 @@ import pytest
 from tests.scheduling.budgets import a_budget
 from vllm_specinfer.scheduling.average import Average
 from vllm_specinfer.scheduling.budget import Budget
-from vllm_specinfer.scheduling.exploration import TRIES
 from vllm_specinfer.scheduling.load_budget import (
     CAUTION,
     PAYBACK_STEPS,
@@ -207,7 +206,7 @@ def test_nodes_go_to_the_requests_whose_trees_were_right():
     assert budget.nodes(chances, 4).tolist() == expected.tolist()
     assert expected[2] > expected[0] == expected[3] > expected[1]
     # What is expected of the third request is not known: the usual.
-    profile = budget.learned()["profile"]
+    profile = budget._profile.value
     chances[2] = np.nan
     known = np.where(np.isnan(chances), profile, chances)
     assert (budget.nodes(chances, 4) == budget.nodes(known, 4)).all()
@@ -257,7 +256,7 @@ def test_lookups_that_nobody_has_seen_get_what_pays_for_them():
     assert budget.nodes(np.exp(good), 8, asks=False) == 2
     # What they find, and its chances, are no SSM's.
     budget.observe_chances(good, np.array([2]), asks=False)
-    assert budget.learned()["profile"] is None
+    assert budget._profile.value is None
 
 
 def test_ssms_must_bring_more_than_lookups_that_nobody_has_seen():
@@ -276,7 +275,7 @@ def test_chances_heard_of_late_are_those_seen_in_time():
         scores = np.log([[chance, *[0.01] * 7], [0.2, *[0.02] * 7]])
         least = early.least_score(scores, drafted=True)
         late.observe_chances(scores, (scores >= least).sum(axis=1))
-    assert late.learned()["profile"] == early.learned()["profile"]
+    assert (late._profile.value == early._profile.value).all()
     assert late._tokens_per_second == pytest.approx(early._tokens_per_second)
 
 
@@ -301,13 +300,6 @@ def test_a_few_steps_of_a_full_batch_change_little_and_those_of_a_request_much()
     assert after(1, 10) > 0.5 and after(1, 100) < 0.3
 
 
-def test_one_round_of_tries_is_half_of_what_another_engine_has_learned():
-    average = Average(np.array([0.2]))
-    for _ in range(TRIES):
-        average.observe(np.array([0.6]), 1)
-    assert average.value == pytest.approx([0.4])
-
-
 def test_prompts_of_newcomers_are_part_of_what_drafting_costs():
     """Also where there is no draft without one, as with short answers."""
     for prompt_seconds, drafts in ((1e-3, True), (60e-3, False)):
@@ -326,17 +318,18 @@ def test_smaller_trees_must_pay_by_their_own_nodes():
     budget.least_score(chances, drafted=True)
     assert budget.drafts(1) and not budget.drafts(1, most=1)
     # What they do not show stays what it was.
-    before = budget.learned()["profile"]
+    before = budget._profile.value
     budget.least_score(np.log([[0.08, 0.08, *[1e-9] * 6]]), drafted=True, most=2)
-    assert budget.learned()["profile"] == pytest.approx(before)
+    assert budget._profile.value == pytest.approx(before)
 
 
-def test_costs_of_steps_are_known_again_where_there_was_no_ssm():
+def test_costs_of_steps_are_known_again_and_what_trees_brought_is_not():
     old, new = LoadBudget(8), LoadBudget(8)
     for rows in (1, 4, 9):
         old.observe_step(rows, 1e-3 * rows, rows > 1)
+    old.least_score(np.log(np.full((1, 8), 0.4)), drafted=True)
     new.recall(old.learned())
-    assert new._step.known and new.learned()["profile"] is None
+    assert new._step.known and new._profile.value is None
     assert new._step.seconds(4) == pytest.approx(old._step.seconds(4))
 
 

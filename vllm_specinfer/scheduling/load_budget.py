@@ -18,14 +18,13 @@ import numpy as np
 
 from vllm_specinfer.scheduling.average import Average
 from vllm_specinfer.scheduling.budget import Budget, Worth
-from vllm_specinfer.scheduling.cost import CostLine, finite
+from vllm_specinfer.scheduling.cost import CostLine
 from vllm_specinfer.scheduling.exploration import TRIES, PlainSteps, Tries
 
 # So many steps are remembered by the rate.
 RATE_MEMORY = 10
 # Whether drafting pays is not asked before so many drafts were timed: the first ones
-# are slow, and a text's first tokens are the least likely ones. What another engine has
-# learned is enough.
+# are slow, and a text's first tokens are the least likely ones.
 LEAST_DRAFTS = 8
 # Costs and chances are estimates, and what looks best was overestimated the most: nodes
 # must pay even if only so much of what they promise comes true.
@@ -70,8 +69,8 @@ class LoadBudget(Budget):
         self._profile, self._draft_size = Average(), Average()
         # [N] the same chances of lookups alone, where nobody sees the trees in time.
         self._known = Average()
-        # Drafts that were timed; those of other engines count less.
-        self._num_drafts = 0.0
+        # Drafts that were timed.
+        self._num_drafts = 0
         self._tokens_per_second = 0.0
         self._plain_steps, self._tries = PlainSteps(), Tries()
         # Seconds per request of a draft that go into prompts.
@@ -339,25 +338,14 @@ class LoadBudget(Budget):
         self._prompts += self._agreed(seconds) / num_reqs / MEMORY_DRAFTS
 
     def learned(self) -> dict[str, Any]:
-        """Costs and averages."""
-        return {
-            "step": self._step.learned(),
-            "draft": self._draft.learned(),
-            "profile": self._profile.learned(),
-            "draft_size": self._draft_size.learned(),
-        }
+        """Costs; what trees bring depends on texts and load."""
+        return {"step": self._step.learned(), "draft": self._draft.learned()}
 
     def recall(self, learned: dict[str, Any]) -> None:
-        """Start from another engine's costs and averages, without plain first steps."""
-        # Of lookups alone there is only what steps cost.
-        profile, size = learned["profile"], learned["draft_size"]
-        profile = None if profile is None else finite(profile, (self._num_nodes,))
-        size = None if size is None else finite(size, (2,))
+        """Start from another engine's costs, without plain first steps."""
         step, draft = copy.copy(self._step), copy.copy(self._draft)
         step.recall(learned["step"])
         draft.recall(learned["draft"])
         self._step, self._draft = step, draft
-        self._num_drafts = self._draft.num_timings
-        self._profile, self._draft_size = Average(profile), Average(size)
         if step.known:
             self._plain_steps.know_first()
