@@ -18,6 +18,7 @@ from tests.e2e.models import (
 from tests.e2e.test_greedy import GREEDY, job, prompt
 from vllm_specinfer import cache
 from vllm_specinfer.hooks import compile_cache
+from vllm_specinfer.kernels.cpu import extension
 
 AOT, FOLDER = compile_cache.AOT_ENV, compile_cache.FOLDER_ENV
 
@@ -123,8 +124,8 @@ def enabled(monkeypatch, **env: str) -> dict[str, str]:
     return {name: os.environ[name] for name in (AOT, FOLDER) if name in os.environ}
 
 
-def test_unequal_machines_and_releases_share_no_code(monkeypatch):
-    """Inductor's cache asks neither for the CPU nor for vLLM's operators."""
+def test_unequal_machines_and_releases_share_no_code(monkeypatch, tmp_path):
+    """Inductor's cache asks neither for the CPU nor for vLLM's operators and ours."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/cache")
     folders = [enabled(monkeypatch)[FOLDER]]
     assert folders[0].startswith("/cache/torch_compile_cache/inductor-")
@@ -137,4 +138,10 @@ def test_unequal_machines_and_releases_share_no_code(monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(vllm, "__version__", "0.1.0")
         folders.append(enabled(other)[FOLDER])
-    assert len(set(folders)) == 4
+    operators = tmp_path / "linear_bindings.cpp"
+    source = extension.OPERATORS.read_text()
+    operators.write_text(source.replace("int outputs", "int n"))
+    with monkeypatch.context() as other:
+        other.setattr(extension, "OPERATORS", operators)
+        folders.append(enabled(other)[FOLDER])
+    assert len(set(folders)) == 5

@@ -54,13 +54,15 @@ def _set(name: str, value: str) -> None:
 
 
 def _folder() -> Path:
-    """Of this CPU and this vLLM: inductor keeps code for the one, with the arguments
-    that operators have in the other, and asks for neither when it looks for it."""
+    """Of this CPU, this vLLM and our operators: inductor keeps code for the one, with
+    the arguments that operators have in the others, and asks for none of them."""
     import torch
     from vllm import __version__, envs
 
     from vllm_specinfer.cache import cpu
+    from vllm_specinfer.kernels.cpu.extension import OPERATORS
 
     made_for = cpu(), torch.backends.cpu.get_cpu_capability(), __version__
+    made_for += (OPERATORS.read_bytes(),)
     key = hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT, "torch_compile_cache", f"inductor-{key}")

@@ -32,6 +32,8 @@ _UNFINISHED = f"{_NAME}-unfinished-"
 _LONGEST_BUILD = 3600
 # Compiled side by side; each includes the sources that it binds.
 _UNITS = sorted(_SOURCES.glob("*bindings.cpp"))
+# The one that defines what compiled models call.
+OPERATORS = _SOURCES / "linear_bindings.cpp"
 _FLAGS = (
     "-O3",
     "-march=native",
