@@ -497,6 +497,7 @@ def test_what_is_learned_of_made_up_requests_is_forgotten():
     assert again == [None, "draws", "after the last warm-up"]
     lessons.learn()
     assert sources.experience.learned() == before and levels._chances.value is None
+    assert budget._draft_size.value is None
     assert not suffixes.find(0, np.array([1, 2, 3]))
     plain = budget._plain_steps, states["_plain_steps"], PlainSteps()
     assert vars(plain[0]) == vars(plain[1]) == vars(plain[2])
