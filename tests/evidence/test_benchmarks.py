@@ -1,6 +1,7 @@
 """The benchmarks that README.md names run, on tiny models."""
 
 import csv
+import json
 import os
 import re
 import runpy
@@ -11,9 +12,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from tests import processes
 from tests.e2e import run_all
+from tests.e2e.models import VOCAB
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +72,34 @@ def test_memory_pressure_load_and_step_profile_measure_what_they_say(tiny, tmp_p
     assert list(parts) == ["build", "merge", "verify", "commit", "policy"]
     assert sum(map(float, parts.values())) == pytest.approx(own, abs=0.03)
     assert min(float(parts[name]) for name in parts if name != "policy") > 0
+
+
+def test_a_target_of_wider_layers_computes_the_same(tiny, tmp_path):
+    script = runpy.run_path(str(ROOT / "benchmarks" / "wider_target.py"))
+    source, out = Path(tiny["target"]), tmp_path / "wider"
+    script["widen"](source, out)
+    before, after = (
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (source, out)
+    )
+    for layer in ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"):
+        shapes = (
+            next(w.shape for name, w in model.named_parameters() if layer in name)
+            for model in (before, after)
+        )
+        old, new = map(torch.tensor, shapes)
+        assert (new == 4 * old).all()
+    ids = torch.arange(40)[None] % VOCAB
+    with torch.inference_mode():
+        torch.testing.assert_close(after(ids).logits, before(ids).logits)
+    with pytest.raises(FileExistsError):
+        script["widen"](source, out)
+    config = json.loads((source / "config.json").read_text())
+    other = shutil.copytree(source, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    with pytest.raises(ValueError, match="must be a Llama without biases"):
+        script["widen"](other, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_plain_decoding_on_both_runners_is_measured(tiny, tmp_path):
