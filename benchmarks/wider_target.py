@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from vllm_specinfer import assets
 from vllm_specinfer.results import write_json
 
-TIMES = 4  # a square number, so that norms stay exact
+TIMES = 4  # a power of four, so that norms stay exact
 WEIGHTS = "model.safetensors"
 SIZES = (
     "hidden_size",
