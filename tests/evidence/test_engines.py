@@ -75,6 +75,16 @@ def test_requests_that_will_wait_for_k_v_are_spoken_of(capsys):
     assert "8 requests of up to 1024 tokens" in said and "has room for 7.5" in said
 
 
+def test_engines_that_will_not_fit_into_memory_are_spoken_of(capsys):
+    gib = 1 << 30
+    engines.warn_of_memory(3 * gib, 6 * gib, 2)
+    engines.warn_of_memory(3 * gib, 0, 0)
+    assert not capsys.readouterr().err
+    engines.warn_of_memory(3 * gib, 5 * gib, 2)
+    said = capsys.readouterr().err
+    assert "2 more engines of 3.0 GiB" in said and "5.0 GiB that are left" in said
+
+
 def test_an_engine_that_looks_ngrams_up_leaves_the_others_their_threads():
     assert processes.call(threads_beside_numba, 3, NUMBA_NUM_THREADS="3") == 2
 

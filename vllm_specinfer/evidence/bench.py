@@ -24,6 +24,7 @@ from typing import Any
 
 import cpuinfo
 import numpy as np
+import psutil
 from tqdm import tqdm
 
 from vllm_specinfer import assets
@@ -34,6 +35,7 @@ from vllm_specinfer.evidence.engines import (
     forget,
     in_a_process,
     start_engine,
+    warn_of_memory,
 )
 from vllm_specinfer.evidence.measured import PLAIN, Cell, Measured, Results, report
 from vllm_specinfer.results import made_by, write_json
@@ -197,10 +199,12 @@ def _measure_start(
     # numba that an earlier engine with this method has loaded.
     names.sort(key=lambda name: _is_ngram(settings.configs.get(name)))
     of = f", {start + 1} of {settings.starts}"
-    engines = {
-        name: start_method(settings, prompts, name)
-        for name in tqdm(names, desc="starting engines" + of)
-    }
+    engines: dict[str, Any] = {}
+    for name in tqdm(names, desc="starting engines" + of):
+        available = psutil.virtual_memory().available
+        engines[name] = start_method(settings, prompts, name)
+        left = psutil.virtual_memory().available
+        warn_of_memory(available - left, left, len(names) - len(engines))
     engines = {name: engines[name] for name in (PLAIN, *settings.configs)}
     results: Results = {}
     for cell, methods in measure(settings, engines, prompts, "turns" + of):

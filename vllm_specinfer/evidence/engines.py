@@ -143,6 +143,23 @@ def warn_of_waits(llm: Any, num_requests: int) -> None:
         )
 
 
+def warn_of_memory(taken: int, left: int, num_engines: int) -> None:
+    """Say so where the next engines will not fit beside the ones that have started.
+
+    Args:
+        taken: Bytes that the last one has taken.
+        left: Bytes that are available.
+        num_engines: How many are still to start.
+    """
+    if num_engines * taken > left:
+        print(
+            f"vllm-specinfer: {num_engines} more engines of {taken / 2**30:.1f} GiB, "
+            f"which the last one took, need more than the {left / 2**30:.1f} GiB that "
+            "are left, and this process may be killed; fewer configs need less",
+            file=sys.stderr,
+        )
+
+
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """What the function returns in a process of its own, which then ends.
 
