@@ -64,15 +64,18 @@ def an_engine(seed: int, models: list[str]) -> dict:
     llm = {
         "skip_tokenizer_init": False,
         "max_model_len": length,
-        "max_num_seqs": rng.choice([1, 2, 8]),
+        "max_num_seqs": rng.choice([1, 4, 8]),
         "max_num_batched_tokens": rng.choice([64, 130, 512]),
-        # Enough for all of them, and for one: test_greedy.py has those that preempt.
+        # Enough for all of them, and for one: then they preempt each other.
         "num_gpu_blocks_override": rng.choice([400, -(-length // 32) + 1]),
         "enable_prefix_caching": rng.random() < 0.5,
     }
     prompts, params = [], []
-    for i in range(rng.randint(2, 8)):
+    for i in range(rng.randint(2, 12)):
         prompt, wanted = a_request(100 * seed + i)
+        if rng.random() < 0.6:  # many of these fit in, until they have grown
+            prompt = prompt[:20]
+            wanted |= {"max_tokens": rng.randint(60, 120), "ignore_eos": True}
         prompts.append(prompt[: length - 2])
         params.append(wanted)
     trees = job(models[:2], config, params, prompts, **llm)
@@ -89,7 +92,7 @@ def test_random_engines_decode_as_without_trees(tmp_path):
     engines = {
         seed: an_engine(seed, [target, ssm, head]) for seed in range(NUM_ENGINES)
     }
-    accepted = 0
+    accepted = preemptions = 0
     for length in LENGTHS:
         served = {
             seed: with_trees
@@ -112,4 +115,5 @@ def test_random_engines_decode_as_without_trees(tmp_path):
                 assert drawn or found == expected, (seed, spec, wanted)
             assert got["free_blocks"] == got["blocks"] - 1, (seed, spec)
             accepted += got["accepted"]
-    assert accepted > 100
+            preemptions += got["preemptions"]
+    assert accepted > 100 and preemptions > 5
