@@ -64,7 +64,7 @@ def an_engine(seed: int, models: list[str]) -> dict:
     llm = {
         "skip_tokenizer_init": False,
         "max_model_len": length,
-        "max_num_seqs": rng.choice([1, 4, 8]),
+        "max_num_seqs": rng.choice([1, 2, 8]),
         "max_num_batched_tokens": rng.choice([64, 130, 512]),
         # Enough for all of them, and for one: then they preempt each other.
         "num_gpu_blocks_override": rng.choice([400, -(-length // 32) + 1]),
