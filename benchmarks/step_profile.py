@@ -117,6 +117,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
 
     from vllm_specinfer.scheduling.budget_memory import BudgetMemory
     from vllm_specinfer.tree.table import StepPlan, TreeTable
+    from vllm_specinfer.verify.bare_draws import BareDraws
     from vllm_specinfer.verify.sampler import TreeSampler
 
     scheduler = core_of(llm).scheduler
@@ -130,7 +131,7 @@ def watch_bookkeeping(times: Times, llm: Any) -> None:
         (runner, "sample", "target head and verification", None),
         (TreeSampler, "__call__", None, VERIFY),
         (Sampler, "__call__", None, None),
-        (TreeSampler, "_drawn", None, None),
+        (BareDraws, "draw", None, None),
         # The model state's `commit`, which the sampler holds.
         (runner.rejection_sampler, "_commit", "  of it KV commit", COMMIT),
         (worker, "take_draft_token_ids", "drafting", BUILD),

@@ -128,7 +128,7 @@ class TreeModelState(DefaultModelState):
         """Start a request in a slot: whatever tree was there is stale."""
         super().add_request(req_index, new_req_data)
         self._trees.drop(req_index)
-        self._verifier.start(req_index)
+        self._verifier.bare_draws.start(req_index)
         self._drafter.start_request(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:

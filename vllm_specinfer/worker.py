@@ -242,7 +242,9 @@ class TreeWorker(Worker):
         runner, config = self.model_runner, self.vllm_config.model_config
         shape = 2, config.get_hidden_size()
         hidden = torch.zeros(shape, dtype=config.dtype, device=self.device)
-        runner.model_state.sampler.warm_up(runner.model.compute_logits(hidden))
+        runner.model_state.sampler.bare_draws.warm_up(
+            runner.model.compute_logits(hidden)
+        )
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM tells a head nothing of new weights that it shares."""

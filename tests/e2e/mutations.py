@@ -33,7 +33,7 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
     from vllm_specinfer.tree.proposals import NO_DRAW, Draws
     from vllm_specinfer.tree.table import StepPlan
     from vllm_specinfer.tree.token_tree import chain_bits
-    from vllm_specinfer.verify import sampler, stochastic
+    from vllm_specinfer.verify import bare_draws, sampler, stochastic
 
     init_logger(__name__).warning("mutation: %s", name)
 
@@ -147,7 +147,7 @@ def mutation(name: str | None) -> contextlib.AbstractContextManager:
         nobody = lambda _, slots: np.zeros(len(slots), bool)  # noqa: E731
         with (
             mock.patch.object(sampler, "looks_back", nobody),
-            mock.patch.object(sampler.TreeSampler, "_only_draws", lambda *_: False),
+            mock.patch.object(bare_draws.BareDraws, "suffice", lambda *_: False),
         ):
             yield
 

@@ -22,6 +22,7 @@ from vllm_specinfer.tree.device_draws import TestedDraws
 from vllm_specinfer.tree.device_plan import DevicePlan
 from vllm_specinfer.tree.proposals import NO_DRAW, Draws
 from vllm_specinfer.tree.table import StepPlan
+from vllm_specinfer.verify.bare_draws import DeviceBareDraws
 from vllm_specinfer.verify.chains import Chains, last_row, looks_back, needs_chain
 from vllm_specinfer.verify.logprobs import placed, taken
 from vllm_specinfer.verify.path_penalties import PathPenalties
@@ -71,6 +72,7 @@ class DeviceTreeSampler(TreeSampler):
     """
 
     tester = DeviceDrawTestingSampler
+    drawer = DeviceBareDraws
 
     def __init__(self, sampler: Sampler, *args: Any) -> None:
         """As `TreeSampler`; `commit` gets the rows [R, N] int32 that each request has
@@ -103,12 +105,14 @@ class DeviceTreeSampler(TreeSampler):
             most = min(most, MAX_CHUNK_BYTES // plan.buffers.draws.bytes_per_row)
         most = max(1, most)
         chunks = [slice(i, i + most) for i in range(0, len(requests), most)]
-        if self._only_draws(plan.slots):
+        if self.bare_draws.suffice(plan.slots):
             rows = np.arange(len(requests)) - starts[requests]
             rows += input_batch.cu_num_logits_np[requests]
             slots = plan.slots[requests]
+            positions = self._row_positions(input_batch, plan)
+            draw = self.bare_draws.draw
             tokens = [
-                self._drawn(logits, input_batch, plan, slots[c], rows[c])[:, 0]
+                draw(logits, input_batch, positions, slots[c], rows[c])[:, 0]
                 for c in chunks
             ]
             found = num_nans = [None] * len(chunks)
@@ -136,7 +140,7 @@ class DeviceTreeSampler(TreeSampler):
     def profile(self, logits: torch.Tensor) -> None:
         """Take the memory of a step that has these logits [L, V]."""
         rows = logits[: _most_rows(logits)].clone()  # as a chunk gathers them
-        self.warm_up(rows.to(torch.float32, copy=True))
+        self.bare_draws.warm_up(rows.to(torch.float32, copy=True))
 
     def _of_rows(
         self,
@@ -189,16 +193,6 @@ class DeviceTreeSampler(TreeSampler):
             return plan.buffers.draws.of(*stage(device, slots[kept], nodes[kept]))
 
         return there, draws_of
-
-    def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """[G, 1] likeliest tokens of rows, on the device."""
-        if len(rows) == len(logits):  # they rise
-            return logits.argmax(dim=-1, keepdim=True)
-        (places,) = stage(logits.device, rows)
-        if len(rows) * 2 < len(logits):
-            return logits[places].argmax(dim=-1)[:, None]
-        # Nearly all are asked for, and a gather would copy them.
-        return logits.argmax(dim=-1)[places, None]
 
 
 def _most_rows(logits: torch.Tensor) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -20,13 +19,12 @@ from vllm_specinfer.device import read, stage
 from vllm_specinfer.scheduling.step_stats import VERIFY
 from vllm_specinfer.tree.proposals import stacked
 from vllm_specinfer.tree.table import StepPlan
+from vllm_specinfer.verify.bare_draws import BareDraws
 from vllm_specinfer.verify.chains import Chains, last_row, looks_back
 from vllm_specinfer.verify.logprobs import placed
 from vllm_specinfer.verify.processed import ProcessedSampler, process
 from vllm_specinfer.verify.stochastic import DrawsOfRows, DrawTestingSampler
 from vllm_specinfer.verify.walk import TreeWalk
-
-UNKNOWN = -1
 
 # Accepted rows of a step: batch index -> path, row i + 1 = node i.
 Accepted = dict[int, list[int]]
@@ -45,8 +43,9 @@ class TreeSampler:
     drawn below that row, which has the same distribution.
     """
 
-    # What tests draws.
+    # What tests draws, and what makes them where nothing else is asked.
     tester: type[DrawTestingSampler] = DrawTestingSampler
+    drawer: type[BareDraws] = BareDraws
     # vLLM's warm-up reads it from whatever verifies drafts (gpu/warmup.py).
     enable_adaptive_verification = False
 
@@ -76,12 +75,7 @@ class TreeSampler:
         self._on_time = on_time
         self._tests = self.tester(sampler) if tests_draws else None
         self._processed = self._tests or ProcessedSampler(sampler)
-        # By slot what `_only_draws` found of its request.
-        self._answers = np.full(len(sampler.needs_logits_processing), UNKNOWN, np.int8)
-
-    def start(self, slot: int) -> None:
-        """Another request is in this slot."""
-        self._answers[slot] = UNKNOWN
+        self.bare_draws = self.drawer(sampler, tests_draws)
 
     def __call__(
         self,
@@ -114,13 +108,16 @@ class TreeSampler:
         levels: list[tuple[Sequence[int], SamplerOutput]] = []
         standing: Sequence[int] = range(input_batch.num_reqs)
         slots, first = input_batch.idx_mapping_np, input_batch.cu_num_logits_np.tolist()
-        only_draws = self._only_draws(slots)
+        positions = self._row_positions(input_batch, plan)
+        only_draws = self.bare_draws.suffice(slots)
         while standing:
             paths = [walks[i].path if i in walks else [] for i in standing]
             if only_draws:
                 pairs = zip(standing, paths, strict=True)
                 rows = np.array([first[i] + last_row(path) for i, path in pairs])
-                found = self._drawn(logits, input_batch, plan, slots[standing], rows)
+                found = self.bare_draws.draw(
+                    logits, input_batch, positions, slots[standing], rows
+                )
             else:
                 output = self._sample(logits, input_batch, plan, standing, paths)
                 levels.append((standing, output))
@@ -207,73 +204,12 @@ class TreeSampler:
         """
         return Chains.along(paths, first, looks_back(self.sampler, slots), device)
 
-    def _drawn(
-        self,
-        logits: torch.Tensor,
-        batch: InputBatch,
-        plan: StepPlan | None,
-        slots: np.ndarray,
-        rows: np.ndarray,
-    ) -> torch.Tensor:
-        """[G, 1] tokens by logits, temperature and noise alone.
-
-        Args:
-            logits: [L, V].
-            batch: The step's batch.
-            plan: Its trees.
-            slots: [G] request slots.
-            rows: [G] of `logits`.
-        """
-        if not self.sampler.sampling_states.temperature.np[slots].any():
-            return self._argmax(logits, rows)
-        places, mapping = stage(logits.device, rows, slots)
-        whole = np.array_equal(rows, np.arange(len(logits)))
-        tokens = self._draw(
-            logits if whole else logits[places],
-            mapping,
-            self._row_positions(batch, plan)[batch.logits_indices[places]],
-        )
-        return tokens[:, None]
-
-    def _draw(
-        self, logits: torch.Tensor, mapping: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """[G] tokens of rows [G, V] at the temperatures of their slots [G]."""
-        states = self.sampler.sampling_states
-        return gumbel_sample(
-            logits,
-            mapping,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            positions,
-            apply_temperature=True,
-            is_drafting=False,
-        )
-
-    def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile `_draw`: requests of vLLM's warm-up ask for more than a draw.
-
-        Args:
-            logits: [G, V] as the target gives them.
-        """
-        zeros = np.zeros(len(logits), np.int64)
-        mapping, positions = stage(logits.device, zeros, zeros)
-        for rows in (logits, logits.contiguous()):  # some of them lie apart
-            self._draw(rows, mapping, positions)
-
     def _row_positions(self, batch: InputBatch, plan: StepPlan | None) -> torch.Tensor:
         """Positions of a step's rows, which are also the places of their noise.
 
         Siblings share one.
         """
         return batch.positions if plan is None else self._positions
-
-    def _argmax(self, logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """[G, 1] likeliest tokens of rows; ties go to the lowest id, as in vLLM."""
-        # NumPy's argmax over a vocabulary is several times quicker than torch's, and
-        # than copying it.
-        best = [logits[row].float().numpy().argmax() for row in rows.tolist()]
-        return torch.from_numpy(np.array(best)[:, None])
 
     def _draws(
         self,
@@ -298,36 +234,6 @@ class TreeSampler:
         known = [draws[g] for g in there]
         return np.array(there, np.int64), lambda kept: stacked(
             [known[g] for g in kept.tolist()]
-        )
-
-    def _only_draws(self, slots: np.ndarray) -> bool:
-        """Nothing is asked of these requests' rows but a draw at some temperature.
-
-        What vLLM's sampler does besides takes several times as long as the draw.
-        """
-        answers = self._answers[slots].tolist()
-        if UNKNOWN in answers:
-            for slot in slots[self._answers[slots] == UNKNOWN]:
-                self._answers[slot] = self._only_draws_from(slot)
-            answers = self._answers[slots].tolist()
-        return all(answers)
-
-    def _only_draws_from(self, slot: int) -> bool:
-        """What `_only_draws` asks of one request; the answer never changes."""
-        sampler, states = self.sampler, self.sampler.sampling_states
-        slots = np.array([slot])
-        if sampler.compute_nans or sampler.get_logprobs_dims(slots) is not None:
-            return False
-        if not states.temperature.np[slot]:
-            return not sampler.needs_logits_processing[slot]
-        bias = sampler.logits_processors[0]
-        return not (
-            self._tests is not None
-            or states.min_p.np[slot]
-            or states.top_k.np[slot] != states.vocab_size
-            or states.top_p.np[slot] != 1
-            or bias.use_logit_bias[slot]
-            or looks_back(self.sampler, slots)[0]
         )
 
     def _output(
