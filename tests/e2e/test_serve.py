@@ -16,11 +16,11 @@ from vllm_specinfer.scheduling.step_stats import PHASES, REASONS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 POOL = EXAMPLES / "pools" / "smollm2-135m"
-MAX_TOKENS = 80
+MAX_TOKENS = 64
 ABORTED = range(3, 32, 5)
 ARGS = {
     "dtype": "float32",
-    "max_model_len": 512,
+    "max_model_len": 384,
     "max_num_seqs": 16,
     "enforce_eager": True,
     "block_size": 32,
@@ -30,7 +30,7 @@ ARGS = {
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """32 chats of uneven length; every other one starts like its neighbour."""
-    texts = [text[:400] for text in assets.mtbench()[:32]]
+    texts = [text[:200] for text in assets.mtbench()[:32]]
     shared = texts[0] + texts[1]
     texts[1::2] = [shared + text for text in texts[1::2]]
     return assets.chat_token_ids(assets.smollm2(), texts)
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with few KV blocks and small prefill chunks."""
     args = {
         **ARGS,
-        "num_gpu_blocks_override": 21,
+        "num_gpu_blocks_override": 14,
         "max_num_batched_tokens": 256,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
