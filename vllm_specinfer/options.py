@@ -26,8 +26,7 @@ AUTO_VERIFICATION = "coupled"  # as many tokens per step as any: docs/measured.m
 SCHEDULERS = ("auto", "static", "learned")
 XFORMERS = "xformers"
 TREE_ATTENTIONS = ("auto", XFORMERS)
-EAGLE_TYPES = ("eagle", "eagle3")
-SSM_TYPES = ("ssm", *EAGLE_TYPES)
+SSM_TYPES = ("ssm", "eagle", "eagle3")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class BestFirstTree:
 
     Attributes:
         max_depth: Depth of the deepest node; children of the root have depth 1.
-        max_width: Most nodes of one level.
+        max_width: Most nodes of a level that are expanded, and most children of each.
         min_probability: Path probability, by the SSM, below which a node is dropped:
             it would cost the target a row that is hardly ever accepted.
     """
@@ -117,7 +116,7 @@ class BestFirstTree:
 
     @property
     def num_nodes(self) -> int:
-        """Most nodes that fit, the root excluded."""
+        """What N may be at most."""
         return self.max_depth * self.max_width
 
     @property

@@ -77,7 +77,7 @@ GROWTH = types_of(
 )
 TREES = types_of(
     {
-        "*i64": "tokens kept_tokens of_candidates parents_of_candidates places order",
+        "*i64": "kept_tokens of_candidates parents_of_candidates places order",
         "*i32": "parents kept_parents depths",
         "*fp32": "scores scores_of_candidates",
     }

@@ -50,7 +50,7 @@ def trees(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     for (_, buffer), values in zip(buffers, kept, strict=True):
         buffer[slots] = values.to(on)
     scores, places = map(torch.from_numpy, (expected.scores, expected.places[:, :-1]))
-    pairs = [*zip(tree, (tokens, parents, scores, places), strict=True), *buffers]
+    pairs = [*zip(tree, (parents, scores, places), strict=True), *buffers]
     return [(a.cpu(), b.cpu()) for a, b in pairs]
 
 

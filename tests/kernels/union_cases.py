@@ -27,7 +27,7 @@ def union(seed: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tens
     of_sources = [Candidates(*arrays) for arrays, _ in pairs]
     expected, expected_columns = united(of_sources)
     trees = expected.best(num_nodes, least)
-    arrays = trees.tokens, trees.parents, trees.scores, trees.places[:, :-1]
+    arrays = trees.parents, trees.scores, trees.places[:, :-1]
     tree = DeviceTree(*(torch.from_numpy(a).contiguous().to(device) for a in arrays))
     given = merger.given(tree, columns, scores)
     # Tokens and parents of what is no candidate may be any.

@@ -80,7 +80,7 @@ def test_rows_are_those_that_nodes_have_become():
     none = torch.zeros(1, 0)
     # Of six candidates of the union two are nodes; the source's begin at 2.
     places = torch.tensor([[1, 3, 3, 0, 3, 3]])
-    tree = DeviceTree(torch.zeros(1, 3, dtype=torch.int64), none, none, places)
+    tree = DeviceTree(torch.zeros(1, 3, dtype=torch.int32), none, places)
     columns = torch.arange(6)[None]
     assert rows_of(growth.levels[0], columns, 2, tree).tolist() == [[0]]
     assert rows_of(level, columns, 2, tree).tolist() == [[4, 1]]

@@ -17,6 +17,7 @@ from vllm_specinfer.attention.cuda import (
     TreeAttentionMetadata,
 )
 from vllm_specinfer.kernels.xformers import tree_attention
+from vllm_specinfer.refusals import PLAIN_KV_DTYPES
 
 
 class XformersMetadataBuilder(CUDATreeAttentionMetadataBuilder):
@@ -64,11 +65,7 @@ class XformersBackend(CUDATreeAttentionBackend):
     """What xFormers' split-K kernel takes (xformers/ops/fmha/triton_splitk.py)."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [*PLAIN_KV_DTYPES]
 
     @staticmethod
     def get_impl_cls() -> type[XformersImpl]:

@@ -56,7 +56,7 @@ class DeviceGrowth:
         levels: [D] the roots and what is expanded, from depth 0 down.
         sizes: [D] nodes of each level (F).
         num_children: [D] children of each of them (K).
-        starts: [D] columns before the children of a level.
+        starts: [D + 1] columns before the children of a level.
         ends: [D] columns once the children of a level are known.
         is_node: [R * sum(F)] bool of all levels, one after the other.
         num_nodes: N.

@@ -60,9 +60,6 @@ class RecordedSSM:
         self._trace, self.kv = trace, RecordedKV()
         self.step = self.num_rows = self.num_levels = self.num_passes = 0
 
-    def start(self, slot: int, request: Any) -> None:
-        """Nothing is kept."""
-
     def skip(self, step: DraftStep) -> None:
         """Nothing is kept."""
 
@@ -162,7 +159,7 @@ def oracle(trace: Trace, costs: Costs, num_nodes: int) -> Simulated:
     seconds = np.interp(1 + depths, costs.rows, costs.seconds)
     seconds = seconds + depths * costs.level_seconds
     # The best rate is that at which the best trees bring just what they cost.
-    rate, chosen = 0.0, lengths
+    rate = 0.0
     while True:
         gained = 1 + depths - rate * seconds
         gained = np.where(depths <= lengths[:, None], gained, -np.inf)

@@ -148,7 +148,7 @@ def rows_of(
     """
     column = columns.gather(1, first + level.columns.clamp_min(0))
     rows = torch.where(level.columns == ROOT, 0, tree.places.gather(1, column) + 1)
-    return torch.where(level.is_node, rows, tree.tokens.shape[1] + 1)
+    return torch.where(level.is_node, rows, tree.parents.shape[1] + 1)
 
 
 def _joined(places: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor) -> TestedDraws:

@@ -35,13 +35,11 @@ class DeviceTree(NamedTuple):
     """R finished trees.
 
     Attributes:
-        tokens: [R, N] int64; where there is no node, a token that exists.
         parents: [R, N] int32; `NO_NODE` where there is none.
         scores: [R, N] float32.
         places: [R, C] int64 the node of each candidate, N where it is none.
     """
 
-    tokens: torch.Tensor
     parents: torch.Tensor
     scores: torch.Tensor
     places: torch.Tensor

@@ -13,7 +13,7 @@ tiles for `tile_rows.cpp`, and float16, which such a CPU multiplies, too, is one
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -189,7 +189,7 @@ def _in_strips(weight: torch.Tensor, outputs: int, empty: Empty) -> torch.Tensor
 
 
 def _in_tiles(weight: torch.Tensor, empty: Empty) -> torch.Tensor:
-    """[strips, K * 32] a copy of weights [N, K]."""
+    """[strips, K * outputs] a copy of weights [N, K]."""
     k = weight.shape[1]
     strips = _whole_strips(weight, 2 * _SIDE)
     tiles = strips.view(-1, 2, _SIDE, k // _DEPTH, _DEPTH // 2, 2)
@@ -202,7 +202,7 @@ def _for_now(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _copy(strips: torch.Tensor, empty: Empty) -> torch.Tensor:
-    """[strips, K * 32] a dense copy."""
+    """[strips, K * outputs] a dense copy."""
     copy = empty(strips.numel(), strips.dtype)
     copy.view(strips.shape).copy_(strips)
     return copy.view(len(strips), -1)
@@ -219,23 +219,8 @@ def _whole_strips(weight: torch.Tensor, outputs: int) -> torch.Tensor:
 def _describe() -> None:
     """Tell torch.compile what comes out."""
 
-    @torch.library.register_fake("vllm_specinfer::linear")
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        outputs: int,
-        stored: torch.dtype,
-    ) -> torch.Tensor:
+    def output(x: torch.Tensor, *_: Any, outputs: int, **__: Any) -> torch.Tensor:
         return x.new_empty((*x.shape[:-1], outputs))
 
-    @torch.library.register_fake("vllm_specinfer::linear_in_tiles")
-    def _(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        outputs: int,
-    ) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], outputs))
+    for name in ("linear", "linear_in_tiles"):
+        torch.library.register_fake(f"vllm_specinfer::{name}", output)

@@ -23,7 +23,6 @@ BLOCK = 64
 
 @triton.jit(do_not_specialize=["width", "num_nodes", "max_depth"])
 def _tree_kernel(
-    tokens_ptr,
     parents_ptr,
     scores_ptr,
     kept_tokens_ptr,
@@ -66,7 +65,6 @@ def _tree_kernel(
     parent = tl.where(is_node, above, NO_NODE)
     slot = tl.load(slots_ptr + r)
     to = r * num_nodes + n
-    tl.store(tokens_ptr + to, token, mask=inside)
     tl.store(parents_ptr + to, parent, mask=inside)
     tl.store(scores_ptr + to, score, mask=inside)
     kept = slot * num_nodes + n
@@ -126,13 +124,12 @@ def best_trees(
     nodes = torch.where(kept, nodes, num_nodes)
     places = torch.empty_like(order).scatter_(1, order, nodes)
     tree = DeviceTree(
-        order.new_empty(num_reqs, num_nodes),
         order.new_empty(num_reqs, num_nodes, dtype=torch.int32),
         scores.new_empty(num_reqs, num_nodes),
         places,
     )
     _tree_kernel[(num_reqs,)](
-        *(tree.tokens, tree.parents, tree.scores),
+        *(tree.parents, tree.scores),
         *(buffers.tokens, buffers.parents, buffers.depths, buffers.bits),
         candidates.tokens.contiguous(),
         parents.contiguous(),
