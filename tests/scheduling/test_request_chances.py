@@ -14,5 +14,9 @@ def test_chances_are_averages_of_a_requests_own_trees():
         np.array([[0.6, 0.3], [0.8 * (1 - WEIGHT), 0.4 * (1 - WEIGHT)]])
     )
     assert np.isnan(found[2]).all()
+    # Without a node for long, none is left.
+    for _ in range(20):
+        chances.observe(np.array([3]), second)
+    assert not chances.of(np.array([3])).any()
     chances.start(1)
     assert np.isnan(chances.of(np.array([1]))).all()

@@ -5,6 +5,8 @@ import numpy as np
 # A new tree's weight. On traces of chats the average of the last few trees foretells
 # half of how the next ones' chances differ between requests.
 WEIGHT = 1 / 3
+# Less is none: who asks what each node is worth need not ask of thousands of these.
+LEAST = 1e-3
 
 
 class RequestChances:
@@ -42,4 +44,5 @@ class RequestChances:
         """
         chances, known = np.exp(scores), self._chances[slots]
         averages = known + WEIGHT * (chances - known)
+        averages[averages < LEAST] = 0.0
         self._chances[slots] = np.where(np.isnan(known), chances, averages)
