@@ -184,6 +184,17 @@ def test_an_ssm_is_not_asked_where_a_lookup_fills_the_tree_surely():
     assert tree.tokens.tolist() == [5, 1, 6, 2]  # ties: the lookup's first
 
 
+def test_an_ssm_is_asked_for_draws_whatever_lookups_know():
+    """Else the requests beside a sampled one would decide what it is tested with."""
+    for temperature in (0.0, 0.7):
+        temperatures = np.array([temperature])
+        roots = SimpleNamespace(temperatures=temperatures, sampled=temperature > 0)
+        step = SimpleNamespace(**{**vars(STEP), "tests_draws": True, "roots": roots})
+        ssm = Chain([1, 2], 0.9)
+        propose([Chain([1, 2, 3], 0.9)], [ssm], 3, step=step)
+        assert bool(ssm.asked) is (temperature > 0)
+
+
 def test_an_ssm_is_asked_for_nothing_but_sure_nodes():
     tree, _ = propose([], [Chain([1, 2, 3], 0.9, least=0.8)], 3)
     assert tree.tokens.tolist() == [1, 2]

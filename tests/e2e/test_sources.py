@@ -119,6 +119,24 @@ def test_texts_with_a_cache_salt_are_looked_up_by_nobody_else(models):
     assert shared["accepted"] == reads["accepted"] > 2 * salted["accepted"]
 
 
+def test_seeded_draws_are_not_proposed_to_who_has_the_same_seed(models):
+    """They would be tested against the noise that they come from."""
+
+    def run_twice(rule):
+        params = [{**SAMPLED, "seed": 5}] * 2
+        config = {"model": None, "ssms": ["suffix", models[1]], "verification": rule}
+        twice = [PROMPTS[-1]] * 2
+        return job(models[:2], config, params, twice, batched=False, max_num_seqs=1)
+
+    tested, coupled = engine.run([run_twice("rrs"), run_twice("coupled")])
+    for result in tested, coupled:
+        (first,), (second,) = result["tokens"]
+        assert first == second
+    # The noise itself is the target's there, and what is known of it no harm.
+    found = [by_label(r, "accepted_tokens")["suffix"] for r in (coupled, tested)]
+    assert found[0] > 2 * found[1]
+
+
 def test_an_ssm_reads_a_cached_prompt_that_it_sat_out(models):
     def run_alone(prompts):
         return job(models[:2], {}, prompts=prompts, batched=False)

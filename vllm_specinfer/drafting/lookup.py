@@ -71,7 +71,7 @@ class LookupSource:
                 of images, which are no nodes.
         """
         self._lookup, self._vocab_size = lookup, vocab_size
-        # Slots of requests with a `cache_salt`.
+        # Slots of requests whose texts are found by nobody else.
         self._private: set[int] = set()
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
@@ -84,8 +84,8 @@ class LookupSource:
             self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot; its text is left to others, unless it has a
-        `cache_salt` (`SpecInferScheduler.schedule`)."""
+        """A request starts in a slot; its text is left to others, unless that is
+        private (`SpecInferScheduler.schedule`)."""
         if slot in self._private:
             self._private.remove(slot)
             self._lookup.end(slot, NO_TOKENS)

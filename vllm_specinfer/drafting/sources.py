@@ -199,7 +199,10 @@ class SourceSet:
             if proposals:
                 known, _ = self.steps.merge([p.candidates for p in proposals])
                 least = known.nth_score(self._num_nodes).astype(float)
-                sure = num_reqs > 0 and bool((least > LOG_SURE).all())
+                # Where draws are tested, it is not up to the requests beside one's own
+                # whether there are any.
+                tested = step.tests_draws and step.roots.sampled
+                sure = num_reqs > 0 and not tested and bool((least > LOG_SURE).all())
                 scores = known.scores
             if decided is None:
                 asks = not sure and self._asks_ssms(step, scores, most)

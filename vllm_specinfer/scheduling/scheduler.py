@@ -15,6 +15,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_specinfer.flags import DEBUG_ENV, is_on
 from vllm_specinfer.hooks import cpu_v2
+from vllm_specinfer.options import TESTS_DRAWS
 from vllm_specinfer.scheduling import invariants
 from vllm_specinfer.scheduling.blocks import LEAST_LOOKAHEAD, SlotsOfTrees
 from vllm_specinfer.scheduling.draft_trees import DraftTrees
@@ -48,7 +49,9 @@ class SpecInferScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         # What the worker says, and what it is: it knows how many nodes, not why.
         self._reasons: dict[str, str] = {}
-        schedule = self.vllm_config.speculative_config.options.batch_schedule
+        options = self.vllm_config.speculative_config.options
+        self._tests_draws = options.verification_rule in TESTS_DRAWS
+        schedule = options.batch_schedule
         if self.dynamic_sd_lookup is None and schedule is not None:
             # vLLM drops it under data parallelism, whose ranks must take equal steps;
             # those of dense models need not.
@@ -93,9 +96,12 @@ class SpecInferScheduler(Scheduler):
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
         for request in output.scheduled_new_reqs:
-            # As in vLLM's prefix cache, what has a salt is not for everybody.
+            # As in vLLM's prefix cache, what has a salt is not for everybody. Nor is
+            # what has a seed where draws are tested: it would be proposed to whoever
+            # has the same one, and tested against the noise that it comes from.
             salt = self.requests[request.req_id].cache_salt
-            request.is_private = salt is not None
+            seeded = self._tests_draws and request.sampling_params.seed is not None
+            request.is_private = salt is not None or seeded
         if self._checked:
             invariants.check_blocks(self)
             output.block_ids = {
