@@ -33,6 +33,14 @@ print("HOOK", hasattr(hook, "_specinfer_original"))
 """
 
 
+PLAIN = """
+import sys
+from vllm import EngineArgs
+plain = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True)
+print(plain.create_engine_config().use_v2_model_runner)
+"""
+
+
 def run(code, *argv, **env):
     return vllm_alone.run(code, *argv, VLLM_CPU_KVCACHE_SPACE="1", **env)
 
@@ -184,6 +192,9 @@ def test_the_next_engine_without_specinfer_gets_its_own_runner_back(
     assert args.create_engine_config().use_v2_model_runner
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert os.environ[compile_cache.AOT_ENV] == "0"
+    # In a process that is started meanwhile, too.
+    assert run(PLAIN, args.model, VLLM_PLUGINS="specinfer").endswith("False\n")
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     envs.enable_envs_cache()  # as an engine does where it runs
     plain = EngineArgs(model=args.model, skip_tokenizer_init=True)
     assert not plain.create_engine_config().use_v2_model_runner

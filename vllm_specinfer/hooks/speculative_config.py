@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 SCHEDULER = "vllm_specinfer.scheduling.async_scheduler.specinfer_scheduler"
 V2_ENV = "VLLM_USE_V2_MODEL_RUNNER"
 
-# The environment's value from before an engine with specinfer; empty without one.
-_env_before: dict[str, str | None] = {}
+# The variable's value from before an engine with specinfer, "" for none: in the
+# environment, too, as a process that this one starts may run an engine without.
+_BEFORE_ENV = "SPECINFER_V2_MODEL_RUNNER_BEFORE"
 
 
 def install() -> None:
@@ -131,8 +132,7 @@ def _switch_runner_on() -> None:
     """Choose Model Runner V2 for this process and the workers it starts."""
     from vllm.platforms import current_platform
 
-    if V2_ENV not in _env_before:
-        _env_before[V2_ENV] = os.environ.get(V2_ENV)
+    os.environ.setdefault(_BEFORE_ENV, os.environ.get(V2_ENV, ""))
     if current_platform.is_cpu():
         from vllm_specinfer.hooks import compile_cache, cpu_v2
 
@@ -143,10 +143,11 @@ def _switch_runner_on() -> None:
 
 
 def _switch_runner_off() -> None:
-    """Give the next engine of this process the runner it had without specinfer."""
-    if V2_ENV not in _env_before:
+    """Give the next engine the runner it had without specinfer."""
+    before = os.environ.pop(_BEFORE_ENV, None)
+    if before is None:
         return
-    _set_runner(_env_before.pop(V2_ENV))
+    _set_runner(before)
 
     from vllm import envs
     from vllm.platforms import current_platform
@@ -160,13 +161,13 @@ def _switch_runner_off() -> None:
             compile_cache.disable()
 
 
-def _set_runner(value: str | None) -> None:
+def _set_runner(value: str) -> None:
     from vllm import envs
 
-    if value is None:
-        os.environ.pop(V2_ENV, None)
-    else:
+    if value:
         os.environ[V2_ENV] = value
+    else:
+        os.environ.pop(V2_ENV, None)
     # An engine that runs in this process has made vLLM read the environment no more,
     # until the next engine has started.
     envs.disable_envs_cache()
