@@ -73,6 +73,16 @@ def test_copies_of_weights_are_made_again_after_an_update(monkeypatch, update):
     torch.testing.assert_close(after, x @ new.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("save", ["save_sharded_state", "save_tensorized_model"])
+def test_weights_in_the_kernels_order_are_not_saved(save, tmp_path):
+    from vllm_specinfer.cpu_worker import SpecInferCPUWorker
+
+    worker = object.__new__(SpecInferCPUWorker)
+    with pytest.raises(NotImplementedError, match="without method specinfer"):
+        getattr(worker, save)(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_updates_of_an_ssms_weights_are_refused_before_they_begin():
     worker = TreeWorker.__new__(TreeWorker)
     assert not worker.supports_draft_weight_updates()

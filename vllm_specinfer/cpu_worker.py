@@ -44,6 +44,19 @@ class SpecInferCPUWorker(TreeWorker, CPUWorker):
         super().copy_weights_again()
         linear.drop_copies(self.model_runner.get_model())
 
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: nobody else could read what is saved.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "weights must be saved without method specinfer on a CPU: its linear "
+            "layers keep them in the order in which they are read"
+        )
+
+    save_tensorized_model = save_sharded_state
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """K/V lie in huge pages."""
         with huge_pages.Zeros():

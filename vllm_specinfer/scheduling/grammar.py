@@ -55,7 +55,8 @@ def bitmask_of_trees(
     Returns:
         [rows, W] int32: N + 1 rows of each request, the first one for the root, or as
         many as the manager has for every request (vLLM 0.33), the last ones unused. A
-        node that the grammar forbids allows everything, for no walk ever comes to it.
+        node that the grammar forbids allows everything: a walk comes to it only where
+        the request itself forbids all that the grammar allows, which ends it.
     """
     by_id = {request.request_id: request for request in requests}
     roots = manager.grammar_bitmask(by_id, list(by_id), {})
