@@ -48,7 +48,7 @@ def test_ngrams_are_those_of_vllms_own_method(text, least, more, depth):
 def test_placeholders_beyond_the_vocabulary_are_no_nodes_nor_is_what_is_below():
     nodes = [(ROOT, 3, 0.9), (ROOT, VOCAB, 0.8), (1, 4, 0.7), (0, 5, 0.6), (3, 99, 0.5)]
     nodes += [(3, 6, 0.4)]
-    lookup = SimpleNamespace(find=lambda slot, tokens: nodes)
+    lookup = SimpleNamespace(find=lambda slot, tokens, alone: nodes)
     step = SimpleNamespace(
         growing=np.array([0]),
         slots=np.array([0]),
@@ -153,6 +153,27 @@ def test_private_texts_are_found_by_nobody_else():
         nodes = source._lookup.find(0, tokens_of([1, 2, 3]))
         assert [token for _, token, _ in nodes] == ([] if found is None else [found])
         source.end(0, tokens_of([1, 2, 3, 5 if is_private else 6]))
+
+
+def test_who_looks_up_its_own_text_is_found_by_others():
+    source = LookupSource(Suffixes(SuffixSource(), max_num_reqs=2, num_nodes=1))
+    for slot, alone, text, found in (
+        (0, True, [1, 2, 3, 5], []),
+        (0, True, [1, 2, 3], []),
+        (1, False, [1, 2, 3], [5]),
+        (0, True, [1, 2, 3, 6, 1, 2, 3], [6]),
+        (0, False, [7, 1, 2, 3], [6]),
+    ):
+        source.start(slot, SimpleNamespace(looks_up_itself=alone))
+        step = SimpleNamespace(
+            growing=np.array([0]),
+            slots=np.array([slot]),
+            num_tokens=np.array([len(text)]),
+            all_token_ids=np.tile(tokens_of(text), (2, 1)),
+            tests_draws=False,
+        )
+        assert source.propose(step).candidates.tokens[0].tolist() == found
+        source.end(slot, tokens_of(text))
 
 
 def test_texts_do_not_run_into_each_other():

@@ -280,7 +280,7 @@ class Words:
     def start(self, slot):
         pass
 
-    def find(self, slot, tokens):
+    def find(self, slot, tokens, alone):
         return self.nodes
 
 

@@ -122,16 +122,20 @@ def test_texts_with_a_cache_salt_are_looked_up_by_nobody_else(models):
 def test_seeded_draws_are_not_proposed_to_who_has_the_same_seed(models):
     """They would be tested against the noise that they come from."""
 
-    def run_twice(rule):
-        params = [{**SAMPLED, "seed": 5}] * 2
+    def run(rule, *between):
+        """The same request twice; what is between them knows what the first one got."""
+        seeded = {**SAMPLED, "seed": 5}
         config = {"model": None, "ssms": ["suffix", models[1]], "verification": rule}
-        twice = [PROMPTS[-1]] * 2
-        return job(models[:2], config, params, twice, batched=False, max_num_seqs=1)
+        prompts = [PROMPTS[-1], *between, PROMPTS[-1]]
+        params = [seeded, *[GREEDY] * len(between), seeded]
+        return job(models[:2], config, params, prompts, batched=False, max_num_seqs=1)
 
-    tested, coupled = engine.run([run_twice("rrs"), run_twice("coupled")])
-    for result in tested, coupled:
-        (first,), (second,) = result["tokens"]
-        assert first == second
+    tested, coupled = engine.run([run("rrs"), run("coupled")])
+    (answer,), _ = tested["tokens"]
+    (told,) = engine.run([run("rrs", PROMPTS[-1] + answer)])
+    for result in tested, coupled, told:
+        assert result["tokens"][0] == result["tokens"][-1]
+    assert told["tokens"][0] == [answer]
     # The noise itself is the target's there, and what is known of it no harm.
     found = [by_label(r, "accepted_tokens")["suffix"] for r in (coupled, tested)]
     assert found[0] > 2 * found[1]

@@ -52,8 +52,16 @@ class Lookup(Protocol):
     def read(self, slot: int, tokens: np.ndarray) -> Any:
         """A request has these tokens [n] int32; `find` need not be asked."""
 
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
-        """What may follow a request's tokens [n] int32; parents before children."""
+    def find(
+        self, slot: int, tokens: np.ndarray, alone: bool = False
+    ) -> Sequence[LookupNode]:
+        """What may follow a request's tokens [n] int32; parents before children.
+
+        Args:
+            slot: The request's.
+            tokens: Its text.
+            alone: No other text is asked.
+        """
 
     def for_device(self, copies: "TextCopies") -> "DeviceSuffixes | DeviceNgrams":
         """The same for texts that the host does not know."""
@@ -71,8 +79,10 @@ class LookupSource:
                 of images, which are no nodes.
         """
         self._lookup, self._vocab_size = lookup, vocab_size
-        # Slots of requests whose texts are found by nobody else.
+        # Slots of requests whose texts are found by nobody else, and of those that
+        # find nobody else's.
         self._private: set[int] = set()
+        self._alone: set[int] = set()
         self.calibration = Calibration()
         self.predictor: Predictor | None = None
         self.on_device: DeviceSuffixes | DeviceNgrams | None = None
@@ -84,13 +94,16 @@ class LookupSource:
             self.on_device.vocab_size = self._vocab_size
 
     def start(self, slot: int, request: NewRequestData) -> None:
-        """A request starts in a slot; its text is left to others, unless that is
-        private (`SpecInferScheduler.schedule`)."""
+        """A request starts in a slot; its text is left to others, and theirs to it,
+        where the scheduler does not say otherwise (`SpecInferScheduler.schedule`)."""
         if slot in self._private:
             self._private.remove(slot)
             self._lookup.end(slot, NO_TOKENS)
         if getattr(request, "is_private", False):
             self._private.add(slot)
+        self._alone.discard(slot)
+        if getattr(request, "looks_up_itself", False):
+            self._alone.add(slot)
         self._lookup.start(slot)
         if self.on_device is not None:
             self.on_device.start(slot)
@@ -123,7 +136,8 @@ class LookupSource:
         for i in step.growing.tolist():
             slot = int(step.slots[i])
             tokens = step.all_token_ids[slot, : step.num_tokens[i]]
-            found.append(self._known(self._lookup.find(slot, tokens)))
+            nodes = self._lookup.find(slot, tokens, slot in self._alone)
+            found.append(self._known(nodes))
         candidates = Candidates.empty(len(found), max(map(len, found), default=0))
         draws: DrawsByNode = [{} for _ in found]
         features = None

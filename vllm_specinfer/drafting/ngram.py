@@ -37,7 +37,9 @@ class Ngrams(Lookup):
 
         return DeviceNgrams(copies, self._source, self._max_depth)
 
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
+    def find(
+        self, slot: int, tokens: np.ndarray, alone: bool = False
+    ) -> Sequence[LookupNode]:
         """The chain of tokens after the match."""
         length, place = self._longest_match(tokens)
         if length < self._source.prompt_lookup_min:

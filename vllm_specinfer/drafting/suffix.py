@@ -142,7 +142,9 @@ class Suffixes:
 
         return DeviceSuffixes(copies, self._num_nodes, self._generation_size)
 
-    def find(self, slot: int, tokens: np.ndarray) -> Sequence[LookupNode]:
+    def find(
+        self, slot: int, tokens: np.ndarray, alone: bool = False
+    ) -> Sequence[LookupNode]:
         """The tree of what followed the longest matches, by how often it did."""
         own = self.read(slot, tokens)
         context = own.tokens[-MAX_MATCH:].tolist()
@@ -150,7 +152,7 @@ class Suffixes:
         if length:
             paths = [self._repeated(own.tokens, place) for place in places]
             return _tree(paths, length, 1.0, self._num_nodes)
-        for past in self._past:
+        for past in () if alone else self._past:
             length, places = past.longest_match(context)
             if length:
                 paths = [past.tokens[p : p + self._num_nodes] for p in places]

@@ -96,12 +96,13 @@ class SpecInferScheduler(Scheduler):
         self.num_lookahead_tokens, manager.watermark_blocks = lookahead, watermark
         output.kept_blocks = kept
         for request in output.scheduled_new_reqs:
-            # As in vLLM's prefix cache, what has a salt is not for everybody. Nor is
-            # what has a seed where draws are tested: it would be proposed to whoever
-            # has the same one, and tested against the noise that it comes from.
+            # As in vLLM's prefix cache, what has a salt is not for everybody.
             salt = self.requests[request.req_id].cache_salt
-            seeded = self._tests_draws and request.sampling_params.seed is not None
-            request.is_private = salt is not None or seeded
+            request.is_private = salt is not None
+            # Another text may hold what this seed has once drawn, which would be tested
+            # against the noise that it comes from.
+            seed = request.sampling_params.seed
+            request.looks_up_itself = self._tests_draws and seed is not None
         if self._checked:
             invariants.check_blocks(self)
             output.block_ids = {
