@@ -11,6 +11,7 @@ from vllm_specinfer import __version__
 from vllm_specinfer.evidence import commands as evidence
 from vllm_specinfer.evidence.arguments import json_object, out_folder, target
 from vllm_specinfer.evidence.reproduce import commands as reproduce
+from vllm_specinfer.sentences import sentence
 from vllm_specinfer.tuning.settings import HeadSettings, PoolSettings
 
 SETTINGS = {"ssm": PoolSettings, "eagle3": HeadSettings}
@@ -29,25 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ImportError, OSError, ValueError) as error:
-        print("vllm-specinfer:", _sentence(error), file=sys.stderr)
+        print("vllm-specinfer:", sentence(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("vllm-specinfer: interrupted", file=sys.stderr)
         return 130
-
-
-def _sentence(error: Exception) -> str:
-    """What is wrong, in one line."""
-    if hasattr(error, "errors"):  # pydantic's: vLLM's arguments and configs
-        return "; ".join(
-            ": ".join(filter(None, (".".join(map(str, of["loc"])), of["msg"])))
-            for of in error.errors()
-        )
-    if isinstance(error, OSError) and error.strerror is not None and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    # transformers explains at length what its first line says, if it says anything.
-    first, _, others = str(error).partition("\n")
-    return " ".join(str(error).split()) if first.rstrip().endswith(":") else first
 
 
 def _add_tune(commands: "argparse._SubParsersAction") -> None:

@@ -89,7 +89,8 @@ class Engine:
     """An engine core that gives every request one token per step."""
 
     def __init__(self, lengths):
-        self.lengths, self.requests, self.most = lengths, {}, 0
+        self.lengths, self.requests = lengths, {}
+        self.most, self.least = 0, len(lengths)
         self.llm_engine, self.engine_core, self.scheduler = self, self, self
 
     def add_request(self, request_id, prompt, params):
@@ -100,7 +101,8 @@ class Engine:
         return len(self.requests)
 
     def step(self):
-        ended = []
+        assert self.requests
+        self.least, ended = min(self.least, len(self.requests)), []
         for name, request in list(self.requests.items()):
             request.num_output_tokens += 1
             if request.num_output_tokens == self.lengths[int(name)]:
@@ -126,6 +128,18 @@ def test_a_turn_counts_the_tokens_of_unfinished_texts_and_keeps_the_batch_full()
     assert result.tokens.tolist() == [8]
     assert [len(text) for text in result.texts] == engine.lengths
     assert engine.most == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_batch_is_full_in_every_turn(seed):
+    """However many requests end in one step."""
+    lengths = np.random.default_rng(seed).integers(1, 3, 200).tolist()
+    engine, batch = Engine(lengths), 4
+    engine.engine_core = SimpleNamespace(engine_core=engine)
+    traffic = Traffic(engine, [[1]] * 200, [None] * 200, batch)
+    for _ in range(num_turns(200, batch)):
+        traffic.take_turn()
+    assert engine.least == batch
 
 
 @pytest.mark.parametrize(("batch", "max_turns"), [(1, 3), (4, 2), (4, 8)])

@@ -7,10 +7,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
+import pydantic
 import pytest
 
 from tests import processes
+from tests.e2e.engine import tiny
+from tests.e2e.models import tiny_llama
 from vllm_specinfer.evidence import engines
 
 SCRIPT = """
@@ -61,6 +65,38 @@ def threads_beside_numba(cores: int) -> int:
 def test_a_process_that_is_killed_is_an_error_that_says_so():
     with pytest.raises(ChildProcessError, match="it was killed, as where memory"):
         engines.in_a_process(os._exit, 9)
+
+
+def refused_by_pydantic() -> None:
+    pydantic.TypeAdapter(int).validate_python("no number")
+
+
+def test_a_refusal_in_a_process_is_its_sentence():
+    with pytest.raises(ValueError, match="^Input should be a valid integer"):
+        engines.in_a_process(refused_by_pydantic)
+
+
+def counts_of_a_repeated_prompt(model: str) -> list[list[int]]:
+    """What is verified and accepted each time, where all is forgotten in between."""
+    from vllm import LLM, SamplingParams
+
+    engines.stay_in_process()
+    config = {"method": "specinfer", "model": "suffix", "scheduler": "static"}
+    made = {**tiny(model), "enforce_eager": True, "disable_log_stats": False}
+    llm = LLM(**made, speculative_config=config)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    found = [engines.tree_counts(llm)]
+    for _ in range(3):
+        llm.generate([{"prompt_token_ids": [3, 1, 4, 1, 5]}], params, use_tqdm=False)
+        engines.forget(llm)
+        found.append(engines.tree_counts(llm))
+    return np.diff(found, axis=0).tolist()
+
+
+def test_a_text_that_has_just_ended_is_forgotten_too(tmp_path):
+    model = tiny_llama(tmp_path / "model", seed=0)
+    first, *others = processes.call(counts_of_a_repeated_prompt, model)
+    assert others == [first] * 2
 
 
 def test_requests_that_will_wait_for_k_v_are_spoken_of(capsys):

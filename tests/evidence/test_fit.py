@@ -1,13 +1,21 @@
 """The learned scheduler's fit to traces, and the comparison of schedulers on them."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from vllm_specinfer import cli
 from vllm_specinfer.drafting.experience import Experience
-from vllm_specinfer.evidence.fit import Nodes, fit, nodes_of, online, quality
+from vllm_specinfer.evidence.fit import (
+    Nodes,
+    fit,
+    held_out_steps,
+    nodes_of,
+    online,
+    quality,
+)
 from vllm_specinfer.evidence.replay import compare, oracle, replay
 from vllm_specinfer.evidence.simulate import Costs
 from vllm_specinfer.evidence.trace import read_trace, step_line
@@ -127,6 +135,12 @@ def test_a_fit_finds_what_one_number_cannot(tmp_path):
     assert fitted["correlation"] > 0.5 > blind["correlation"]
     lengths = fitted["predicted length"], fitted["actual length"]
     assert lengths[0] == pytest.approx(lengths[1], rel=0.1)
+
+
+def test_each_fourth_of_the_prompts_that_have_steps_is_held_out():
+    trace = SimpleNamespace(requests=np.array([4, 0, 1, 5, 2, 5, 8, 9, 11]))
+    held_out = np.array([4, 0, 1, 5, 2, 5, 8, 9, 11])[held_out_steps(trace)]
+    assert held_out.tolist() == [4, 11]
 
 
 def test_the_table_says_how_wrong_chances_are():

@@ -1,5 +1,6 @@
 """A head copies from its context before it has learned anything."""
 
+import pytest
 import torch
 from transformers import LlamaForCausalLM
 
@@ -12,6 +13,25 @@ from vllm_specinfer.tuning.states import write_states
 
 def test_a_batch_of_texts_too_short_to_unroll_has_no_loss():
     assert eagle._cross_entropy(*torch.zeros(2, 0, VOCAB)) == 0
+
+
+@pytest.mark.parametrize("beside", [0, 9])
+def test_texts_too_short_to_unroll_count_as_far_as_they_go(tmp_path, beside):
+    folder = tiny_llama(tmp_path / "target", seed=0)
+    target = LlamaForCausalLM.from_pretrained(folder)
+    sizes = [(1, 1), (1, 2), (2, 1), *[(beside, 5)] * (beside > 0)]
+    samples = [Sample([3] * prompt, [4] * answer) for prompt, answer in sizes]
+    head = eagle.EagleHead(eagle.head_config(target.config))
+    layers = head.config.eagle_aux_hidden_state_layer_ids
+    states = write_states(tmp_path / "s", target.base_model, layers, samples)
+    rows = [states[i] for i in range(len(samples))]
+    teacher = eagle.Teacher(target, torch.arange(VOCAB))
+    # All together, one by one, and the shortest alone.
+    found = eagle.hits(head, teacher, rows, 8, 3)
+    assert found == eagle.hits(head, teacher, rows, 1, 3)
+    assert len(eagle.hits(head, teacher, rows[:1], 8, 3)) == 3
+    for batch in rows[:1], rows:
+        assert eagle.loss(head, eagle.collate(batch), teacher, 3) > 0
 
 
 def test_a_text_that_repeats_itself_is_copied(tmp_path):

@@ -1,5 +1,6 @@
 """`vllm-specinfer tune` end to end on a toy target, killed midway, and on bad input."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -484,6 +485,27 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_continued(
     assert cli.main(["tune", *(f"--{k}={v}" for k, v in arguments.items())]) == 1
     assert "layers as Llama's; got 'gpt2' without" in capsys.readouterr().err
     assert not (tmp_path / "pool").exists() and not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(("scale", "said"), [(8.0, "head without scale"), (1.0, "")])
+def test_a_base_whose_logits_are_scaled_is_refused(tmp_path, scale, said):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    from vllm_specinfer.tuning import model
+
+    config = GraniteConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        logits_scaling=scale,
+        initializer_range=1.0,
+    )
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        model.check_logits(str(tmp_path / "base"))
 
 
 def test_a_base_with_another_tokenizer_is_refused(target, tmp_path, capsys):

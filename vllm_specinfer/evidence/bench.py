@@ -313,7 +313,8 @@ class Traffic:
     def take_turn(self) -> None:
         """Run until as many more requests have ended as the batch holds."""
         before, start = self._num_tokens(), time.perf_counter()
-        self._run_until(len(self._outputs) + self._batch)
+        # However many have ended too soon.
+        self._run_until((len(self._seconds) + 1) * self._batch)
         self._seconds.append(time.perf_counter() - start)
         self._tokens.append(self._num_tokens() - before)
 

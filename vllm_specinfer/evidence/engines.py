@@ -13,6 +13,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from vllm_specinfer.sentences import sentence
+
 # So many positions of an engine are left for trees beyond the longest text.
 ROOM_FOR_DRAFTS = 64
 
@@ -173,12 +175,22 @@ def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
         1, mp_context=context, initializer=_end_with_parent
     ) as process:
         try:
-            return process.submit(function, *arguments).result()
+            return process.submit(_run, function, *arguments).result()
         except BrokenProcessPool:
             raise ChildProcessError(
                 "the engines' process must live until it is done; it was killed, as "
                 "where memory is short"
             ) from None
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        if not hasattr(error, "errors"):
+            raise
+        # Pydantic's holds what no other process can get.
+        raise ValueError(sentence(error)) from None
 
 
 def _end_with_parent() -> None:
@@ -206,6 +218,9 @@ def runner_of(llm: Any) -> Any:
 
 def forget(llm: Any) -> None:
     """Drop cached prefixes and finished texts: a prompt that is repeated is new."""
+    # The worker hears with the next step that a request has ended, and has its text.
+    while core_of(llm).scheduler.has_finished_requests():
+        llm.llm_engine.step()
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM must forget its cached prefixes; it did not")
     llm.collective_rpc(_forget_texts)

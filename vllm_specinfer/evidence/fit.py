@@ -257,7 +257,8 @@ def fit_scheduler(
 
 def held_out_steps(trace: Trace) -> np.ndarray:
     """[S] bool: the steps of each fourth prompt."""
-    return trace.requests % HELD_OUT_EACH == HELD_OUT_EACH - 1
+    _, numbers = np.unique(trace.requests, return_inverse=True)
+    return numbers % HELD_OUT_EACH == HELD_OUT_EACH - 1
 
 
 def _fitted(

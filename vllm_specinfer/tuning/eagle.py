@@ -104,7 +104,7 @@ class EagleHead(nn.Module):
     def unroll(
         self, states: torch.Tensor, embeds: torch.Tensor, num_steps: int
     ) -> list[torch.Tensor]:
-        """Normed outputs of every step, [B, T - 1 - s, H] each.
+        """Normed outputs of every step that has any, [B, T - 1 - s, H] each.
 
         Args:
             states: [B, T, A * H] the target's states.
@@ -114,7 +114,7 @@ class EagleHead(nn.Module):
         hidden = self.fc(states[:, :-1])
         keys: list[tuple[torch.Tensor, torch.Tensor]] = []
         outputs = []
-        for step in range(num_steps):
+        for step in range(min(num_steps, embeds.shape[1] - 1)):
             rows = embeds.shape[1] - 1 - step
             hidden = self.midlayer(
                 embeds[:, 1 + step :], hidden[:, :rows], keys, first=step
@@ -315,9 +315,10 @@ def hits(
                 first = len(sample.prompt)
                 length = first + len(sample.answer)
                 begin = max(first - 2 - step, 0)
-                own = output[row, begin : length - 2 - step]
+                end = max(length - 2 - step, begin)
+                own = output[row, begin:end]
                 best = teacher.tokens[teacher.logits(own).argmax(-1)]
-                wanted = ids[row, begin + 2 + step : length]
+                wanted = ids[row, begin + 2 + step : end + 2 + step]
                 right[step] += int((best == wanted).sum())
                 total[step] += len(wanted)
     return [r / max(t, 1) for r, t in zip(right, total, strict=True)]

@@ -47,6 +47,18 @@ def base_as_it_is(base: str) -> tuple[torch.nn.Module, list[int] | None]:
     return ssm, draft_vocab_of(base, None, ssm.config.vocab_size)
 
 
+@torch.inference_mode()
+def check_logits(base: str) -> None:
+    """Raises ValueError where a base's are more than a product (`wanted_logits`)."""
+    ssm, ids = base_as_it_is(base)[0], torch.arange(8)[None]
+    hidden = ssm.base_model(input_ids=ids).last_hidden_state
+    product = hidden @ ssm.get_output_embeddings().weight.T
+    if not torch.allclose(ssm(input_ids=ids).logits, product, rtol=1e-2, atol=1e-2):
+        raise ValueError(
+            f"base must have a head without scale, cap and bias; got {base!r}"
+        )
+
+
 class Windows(torch.utils.data.Dataset):
     """Continuations whose unmarked windows have a loss."""
 

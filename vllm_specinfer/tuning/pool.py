@@ -205,7 +205,8 @@ class _Pool:
 
 
 def _check_base(base: str, target: str, tokenizer: Any) -> None:
-    """A base must have the target's tokenizer and as many rows of an embedding."""
+    """A base must have the target's tokenizer, as many rows of an embedding, and a
+    head without more."""
     from transformers import AutoConfig, AutoTokenizer
 
     sizes = [
@@ -222,6 +223,7 @@ def _check_base(base: str, target: str, tokenizer: Any) -> None:
             f"base must have the tokenizer of the target {target!r}; got another one "
             f"in {base!r}"
         )
+    model.check_logits(base)
 
 
 def _write_pool(out: Path, rounds: list[Round]) -> None:
