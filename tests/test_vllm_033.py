@@ -144,7 +144,9 @@ def test_every_request_has_as_many_rows_of_grammars(stride):
 def test_steps_inside_prompts_are_drafted_for(monkeypatch):
     """0.33 asks for no drafts there, and SSMs would read prompts at their ends."""
     found = {"can_skip_drafts": True, "dynamic_sd_lookup": [4]}
-    given = SimpleNamespace(ssms=["an SSM"], batch_schedule=None)
+    given = SimpleNamespace(
+        ssms=["an SSM"], batch_schedule=None, verification_rule="coupled"
+    )
     options = SimpleNamespace(options=given)
     found["vllm_config"] = SimpleNamespace(speculative_config=options)
     found |= dict.fromkeys(
