@@ -489,21 +489,10 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_continued(
 
 @pytest.mark.parametrize(("scale", "said"), [(8.0, "head without scale"), (1.0, "")])
 def test_a_base_whose_logits_are_scaled_is_refused(tmp_path, scale, said):
-    from transformers import GraniteConfig, GraniteForCausalLM
-
     from vllm_specinfer.tuning import model
 
-    config = GraniteConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        logits_scaling=scale,
-        initializer_range=1.0,
-    )
-    GraniteForCausalLM(config).save_pretrained(tmp_path / "base")
+    base = tiny_model("granite", seed=0, logits_scaling=scale)
+    base.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
         model.check_logits(str(tmp_path / "base"))
 
